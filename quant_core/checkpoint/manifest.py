@@ -1,0 +1,76 @@
+"""The ``quant_core`` metadata entry: what makes a file load with no options given.
+
+JSON: ``version`` (of quant_core), ``manifest`` (of this entry's form), ``recipe`` (see ``Recipe.to_dict``), ``layers``
+(for each part of the recipe, in order, the names of its layers), ``checksums`` (the first hex digits of every
+tensor's SHA-256) and, for a converted file, ``source``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointError
+from ..version import __version__
+from .writer import METADATA_KEY
+
+MANIFEST_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A checked manifest; ``recipe`` is data, not yet a Recipe."""
+
+    version: str
+    recipe: dict[str, Any]
+    layers: list[list[str]]
+    checksums: dict[str, str]
+
+
+def make_manifest(recipe: Mapping[str, Any], layers: list[list[str]], source: Mapping[str, Any] | None = None) -> dict:
+    """Return the manifest as :class:`CheckpointWriter` takes it, which adds the checksums."""
+    manifest: dict[str, Any] = {
+        "version": __version__,
+        "manifest": MANIFEST_VERSION,
+        "recipe": dict(recipe),
+        "layers": layers,
+    }
+    if source is not None:
+        manifest["source"] = dict(source)
+    return manifest
+
+
+def read_manifest(path: Path, metadata: Mapping[str, str]) -> Manifest | None:
+    """Return the manifest of a file's metadata, None when it has none.
+
+    Raises:
+        CheckpointError: the entry is there and is not a manifest, or one of a newer form.
+    """
+    text = metadata.get(METADATA_KEY)
+    if text is None:
+        return None
+    try:
+        data = json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise CheckpointError(f"{path}: the metadata entry {METADATA_KEY!r} is not JSON ({error})") from error
+    if not isinstance(data, dict) or not isinstance(data.get("manifest"), int):
+        raise CheckpointError(f"{path}: the metadata entry {METADATA_KEY!r} is not a manifest of quant_core")
+    if data["manifest"] > MANIFEST_VERSION:
+        raise CheckpointError(
+            f"{path} was written by quant_core {data.get('version')!r} in a newer form than this {__version__} reads; "
+            "update quant_core"
+        )
+    recipe, layers, checksums = data.get("recipe"), data.get("layers"), data.get("checksums", {})
+    well_formed = (
+        isinstance(recipe, dict)
+        and isinstance(layers, list)
+        and all(isinstance(names, list) and all(isinstance(n, str) for n in names) for names in layers)
+        and isinstance(checksums, dict)
+        and all(isinstance(v, str) for v in checksums.values())
+    )
+    if not well_formed:
+        raise CheckpointError(f"{path}: the manifest's recipe, layers or checksums have the wrong form")
+    return Manifest(str(data.get("version")), recipe, layers, checksums)
