@@ -7,7 +7,7 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ from .sites import LinearSite, find_sites, name_matches, select_sites
 logger = logging.getLogger("quant_core")
 
 MODES = ("dynamic", "dequant_once")
-Device = torch.device | str | None
+Device: TypeAlias = torch.device | str | None
 Progress = Callable[[int, int, str], None]
 
 

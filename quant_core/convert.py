@@ -112,7 +112,7 @@ def choose(
         reasons = sorted({d.reason for d in decisions.values()})
         raise ValueError(
             f"no weight of the file is quantized ({'; '.join(reasons) or 'it has no *.weight'}); "
-            "name layers with target_modules (--target)"
+            "name the layers to quantize as targets"
         )
     return decisions, dtypes
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import logging
 import platform
+import re
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,6 +28,25 @@ def library_version(backend_name: str) -> str | None:
         return importlib.metadata.version(_DISTRIBUTIONS.get(backend_name, backend_name))
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def version_numbers(version: str) -> tuple[int, ...]:
+    """``"0.50.2"`` -> ``(0, 50, 2)``; a suffix such as ``+cpu`` or ``rc1`` is left out."""
+    return tuple(int(n) for n in re.findall(r"\d+", version.partition("+")[0])[:3])
+
+
+def require_library(backend_name: str, minimum: str, who: str) -> None:
+    """Raise ImportError with an install hint when a backend's library is missing or older than ``minimum``.
+
+    Does not import the library. ``who`` starts the sentence: the method or methods that need it.
+    """
+    distribution = _DISTRIBUTIONS.get(backend_name, backend_name)
+    version = library_version(backend_name)
+    hint = f'pip install "{distribution}>={minimum}"'
+    if version is None or importlib.util.find_spec(backend_name) is None:
+        raise ImportError(f"{who} needs {distribution}, which is not installed: {hint}")
+    if version_numbers(version) < version_numbers(minimum):
+        raise ImportError(f"{who} needs {distribution} {minimum} or newer, found {version}: {hint}")
 
 
 def describe_machine() -> str:

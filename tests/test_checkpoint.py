@@ -7,8 +7,8 @@ import stat
 import struct
 
 import pytest
-import toy_int9  # noqa: F401 -- registers toy_int9_w9a16
 import torch
+import toy_int9  # noqa: F401 -- registers toy_int9_w9a16
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny_models import ALL_LINEARS, TinyModel, state_bytes, tensor_bytes, tiny_model

@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from quant_core.backends.comfy_kitchen import FORMATS, ComfyKitchenLinear, quantize_weight
-from quant_core.backends.comfy_kitchen_formats import FORMATS_BY_NAME
-from quant_core.backends.comfy_kitchen_kernels import scaled_linear
+from quant_core.backends.comfy_kitchen.formats import FORMATS_BY_NAME
+from quant_core.backends.comfy_kitchen.kernels import scaled_linear
 from quant_core.constraints import violations
 from quant_core.errors import QuantizationError
 from quant_core.registry import describe_quant_method, make_backend
@@ -735,5 +735,5 @@ def test_support_on_a_cpu() -> None:
 
 def test_missing_library_is_named(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "comfy_kitchen", None)
-    with pytest.raises(ImportError, match="pip install comfy-kitchen"):
+    with pytest.raises(ImportError, match="pip install .comfy-kitchen>=0"):
         make_backend(FP8)

@@ -3,8 +3,8 @@
 import json
 
 import pytest
-import toy_int9  # noqa: F401 -- registers toy_int9_w9a16
 import torch
+import toy_int9  # noqa: F401 -- registers toy_int9_w9a16
 from tiny_models import ALL_LINEARS, BLOCK_LINEARS, tiny_model
 from torch import nn
 
@@ -85,7 +85,7 @@ def test_missing_library_says_how_to_install(tmp_path):
         "except ImportError as error: print(error)"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert "pip install bitsandbytes" in out
+    assert 'pip install "bitsandbytes>=0.50"' in out
 
 
 # ---------------------------------------------------------------- which layers

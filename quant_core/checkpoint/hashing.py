@@ -21,7 +21,7 @@ class FileHash(str):
         value.content = content
         return value
 
-    def __getnewargs__(self) -> tuple[str, str]:  # copy and pickle
+    def __getnewargs__(self) -> tuple[str, str]:  # type: ignore[override]  # for copy and pickle
         return str(self), self.content
 
     @property

@@ -64,13 +64,12 @@ def read_manifest(path: Path, metadata: Mapping[str, str]) -> Manifest | None:
             "update quant_core"
         )
     recipe, layers, checksums = data.get("recipe"), data.get("layers"), data.get("checksums", {})
-    well_formed = (
+    if not (
         isinstance(recipe, dict)
         and isinstance(layers, list)
         and all(isinstance(names, list) and all(isinstance(n, str) for n in names) for names in layers)
         and isinstance(checksums, dict)
         and all(isinstance(v, str) for v in checksums.values())
-    )
-    if not well_formed:
+    ):
         raise CheckpointError(f"{path}: the manifest's recipe, layers or checksums have the wrong form")
     return Manifest(str(data.get("version")), recipe, layers, checksums)

@@ -174,7 +174,7 @@ def _recipe_of(checkpoint: Checkpoint, manifest: Manifest | None, model: nn.Modu
     if entry is not None:
         recipe = recipe_from_dict(entry["quant_config"], load_prequantized=True)
         parts = recipe.parts()
-        layers = [[] for _ in parts]
+        layers: list[list[str]] = [[] for _ in parts]
         for site, part in recipe.assign_layers(model):
             layers[[p is part for p in parts].index(True)].append(site.name)
         return recipe, layers

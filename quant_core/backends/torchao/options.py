@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from ..backend import parse_dtype, reject_unknown_keywords
-from . import torchao_api
+from ...backend import parse_dtype, reject_unknown_keywords
+from . import library
 
 _BOOLEANS = (
     "set_inductor_config",
@@ -83,7 +83,7 @@ def _dtype(owner: str, value: Any) -> torch.dtype:
 
 def _granularity(owner: str, value: Any) -> Any:
     """``"per_row"``, ``"per_tensor"``, ``"per_group(64)"``, or torchao's own object."""
-    api = torchao_api.load()
+    api = library.load()
     if value is None or isinstance(value, api.PerTensor):
         return value
     if isinstance(value, str):
@@ -102,7 +102,7 @@ def _granularity(owner: str, value: Any) -> Any:
 
 
 def _mm_config(owner: str, value: Any) -> Any:
-    cls = torchao_api.load().Float8MMConfig
+    cls = library.load().Float8MMConfig
     if value is None or isinstance(value, cls):
         return value
     ok = (
@@ -142,7 +142,7 @@ def _only(config: Any, field: str, accepted: tuple[Any, ...], why: str) -> None:
 
 
 def int8_weight_only(kwargs: dict[str, Any]) -> Any:
-    api = torchao_api.load()
+    api = library.load()
     kwargs = dict(kwargs)
     if kwargs.get("group_size") is not None:  # torchao has replaced it by PerGroup, and says so by assertion
         kwargs["granularity"] = f"per_group({kwargs.pop('group_size')})"
@@ -153,18 +153,18 @@ def int8_weight_only(kwargs: dict[str, Any]) -> Any:
 
 
 def int8_dynamic(kwargs: dict[str, Any]) -> Any:
-    api = torchao_api.load()
+    api = library.load()
     return _build(api.quant_api.Int8DynamicActivationInt8WeightConfig, kwargs, {"version": 2})
 
 
 def float8_weight_only(kwargs: dict[str, Any]) -> Any:
-    config = _build(torchao_api.load().quant_api.Float8WeightOnlyConfig, kwargs, {})
+    config = _build(library.load().quant_api.Float8WeightOnlyConfig, kwargs, {})
     _only(config, "weight_dtype", (torch.float8_e4m3fn, torch.float8_e5m2), "other dtypes have no torchao file")
     return config
 
 
 def float8_dynamic(kwargs: dict[str, Any]) -> Any:
-    api = torchao_api.load()
+    api = library.load()
     config = _build(api.quant_api.Float8DynamicActivationFloat8WeightConfig, kwargs, {})
     for field in ("activation_dtype", "weight_dtype"):
         _only(config, field, (torch.float8_e4m3fn,), "the matmul kernels take no other pair")
@@ -187,7 +187,7 @@ def float8_dynamic(kwargs: dict[str, Any]) -> Any:
 
 
 def int4_weight_only(kwargs: dict[str, Any]) -> Any:
-    config = _build(torchao_api.load().quant_api.Int4WeightOnlyConfig, kwargs, {"version": 2})
+    config = _build(library.load().quant_api.Int4WeightOnlyConfig, kwargs, {"version": 2})
     _only(config, "group_size", INT4_GROUP_SIZES, "torchao's kernels know these groups")
     _only_plain_int4(config)
     if config.int4_choose_qparams_algorithm.value != "tinygemm":
@@ -198,7 +198,7 @@ def int4_weight_only(kwargs: dict[str, Any]) -> Any:
 def int4_float8_dynamic(kwargs: dict[str, Any]) -> Any:
     # torchao's own default, preshuffled, can be made on an H100 only and has no safetensors form.
     defaults = {"int4_packing_format": "plain"}
-    api = torchao_api.load()
+    api = library.load()
     if "activation_dtype" not in getattr(api.Int4Tensor, "optional_tensor_attribute_names", ()):
         raise ImportError('torchao_int4_w4a8 needs a newer torchao; install it with: pip install "torchao>=0.17"')
     config = _build(api.quant_api.Float8DynamicActivationInt4WeightConfig, kwargs, defaults)
@@ -219,7 +219,7 @@ def mx_dynamic(elem_dtype: str) -> Any:
     """Return the factory of the MX method whose elements are ``elem_dtype``."""
 
     def factory(kwargs: dict[str, Any]) -> Any:
-        api = torchao_api.load()
+        api = library.load()
         dtype = getattr(torch, elem_dtype)
         defaults = {"block_size": 32, "activation_dtype": dtype, "weight_dtype": dtype}
         config = _build(api.mx.MXDynamicActivationMXWeightConfig, kwargs, defaults)
@@ -234,11 +234,11 @@ def mx_dynamic(elem_dtype: str) -> Any:
 
 
 def nvfp4_weight_only(kwargs: dict[str, Any]) -> Any:
-    return _build(torchao_api.load().mx.NVFP4WeightOnlyConfig, kwargs, {})
+    return _build(library.load().mx.NVFP4WeightOnlyConfig, kwargs, {})
 
 
 def nvfp4_dynamic(kwargs: dict[str, Any]) -> Any:
-    config = _build(torchao_api.load().mx.NVFP4DynamicActivationNVFP4WeightConfig, kwargs, {})
+    config = _build(library.load().mx.NVFP4DynamicActivationNVFP4WeightConfig, kwargs, {})
     if getattr(config, "step", None) is not None:
         raise ValueError("NVFP4DynamicActivationNVFP4WeightConfig: step must be null: static scales need calibration")
     return config

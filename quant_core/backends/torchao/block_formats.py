@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from ..constraints import Constraint, DivisibleBy
-from . import torchao_api
-from .torchao_schemes import Scheme, TensorSpec, needs_gpu
+from ...constraints import Constraint, DivisibleBy
+from . import library
+from .schemes import Scheme, TensorSpec, needs_gpu
 
 # The smallest per-tensor scale whose reciprocal, divided by the smallest block scale, stays finite in float32.
 _MIN_TENSOR_SCALE = 2.0**-120
@@ -51,7 +51,7 @@ class NVFP4Scheme(Scheme):
     def attributes(self, out_features: int, in_features: int, dtype: torch.dtype) -> dict[str, Any]:
         act_kwargs = None
         if self.dynamic:
-            act_kwargs = torchao_api.load().QuantizeTensorToNVFP4Kwargs(
+            act_kwargs = library.load().QuantizeTensorToNVFP4Kwargs(
                 is_swizzled_scales=True,
                 use_triton_kernel=self.config.use_triton_kernel,
                 use_dynamic_per_tensor_scale=self.config.use_dynamic_per_tensor_scale,
@@ -122,7 +122,7 @@ class MXScheme(Scheme):
         self.elem_dtype = torch.float4_e2m1fn_x2 if fp4 else torch.float8_e4m3fn
 
     def attributes(self, out_features: int, in_features: int, dtype: torch.dtype) -> dict[str, Any]:
-        act_kwargs = torchao_api.load().QuantizeTensorToMXKwargs(
+        act_kwargs = library.load().QuantizeTensorToMXKwargs(
             elem_dtype=self.elem_dtype,
             block_size=32,
             scaling_mode=self.config.scaling_mode,

@@ -4,30 +4,22 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
-import re
 from types import SimpleNamespace
 
-MINIMUM = (0, 16)
-INSTALL_HINT = 'install it with: pip install "torchao>=0.16"'
+from ...environment import library_version, require_library, version_numbers
+
+MINIMUM = "0.16"
 
 
 @functools.cache
 def installed_version() -> tuple[int, ...]:
-    """Major and minor version, (0, 0) when torchao is not installed. Does not import it."""
-    try:
-        return tuple(int(n) for n in re.findall(r"\d+", importlib.metadata.version("torchao"))[:2])
-    except importlib.metadata.PackageNotFoundError:
-        return (0, 0)
+    """Version numbers, empty when torchao is not installed. Does not import it."""
+    return version_numbers(library_version("torchao") or "")
 
 
 def check_installed() -> None:
     """Raise ImportError with an install hint when torchao is missing or too old. Does not import it."""
-    version = installed_version()
-    if version == (0, 0):
-        raise ImportError(f"the torchao methods need torchao, which is not installed; {INSTALL_HINT}")
-    if version < MINIMUM:
-        found = ".".join(map(str, version))
-        raise ImportError(f"the torchao methods need torchao 0.16 or newer, {found} is installed; {INSTALL_HINT}")
+    require_library("torchao", MINIMUM, "a torchao method")
 
 
 @functools.cache
@@ -49,7 +41,7 @@ def load() -> SimpleNamespace:
         from torchao.quantization.quantize_.common import KernelPreference
         from torchao.quantization.quantize_.workflows import QuantizeTensorToFloat8Kwargs, QuantizeTensorToInt8Kwargs
     except ImportError as error:
-        raise ImportError(f"torchao cannot be imported ({error}); {INSTALL_HINT}") from error
+        raise ImportError(f'torchao cannot be imported ({error}): pip install "torchao>={MINIMUM}"') from error
     return SimpleNamespace(
         quant_api=quant_api,
         mx=mx,

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ..packed_linear import PackedLinear
-from .torchao_schemes import Scheme, source_dtype
+from ...packed_linear import PackedLinear
+from .schemes import Scheme, source_dtype
 
 
 class TorchAOLinear(PackedLinear):

@@ -7,23 +7,21 @@ data are in :mod:`.comfy_kitchen_formats`, the layer in :mod:`.comfy_kitchen_lin
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import math
-import re
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
-from ..backend import BackendConfig, QuantBackend, Support
-from ..constraints import Constraint, DivisibleBy
-from ..environment import library_version
-from ..registry import register_quant_backend, register_quant_method
-from .comfy_kitchen_formats import FORMATS, FORMATS_BY_NAME, ComfyFormat, is_group_size, is_power_of_four
-from .comfy_kitchen_kernels import FLOAT_DTYPES, format_support
-from .comfy_kitchen_linear import ComfyKitchenLinear
-from .comfy_kitchen_quantize import quantize_weight
+from ...backend import BackendConfig, QuantBackend, Support
+from ...constraints import Constraint, DivisibleBy
+from ...environment import require_library
+from ...registry import register_quant_backend, register_quant_method
+from .formats import FORMATS, FORMATS_BY_NAME, ComfyFormat, is_group_size, is_power_of_four
+from .kernels import FLOAT_DTYPES, format_support
+from .linear import ComfyKitchenLinear
+from .quantize import quantize_weight
 
 __all__ = [
     "FORMATS",
@@ -201,16 +199,7 @@ class ComfyKitchenBackend(QuantBackend):
         }
 
     def validate_environment(self) -> None:
-        if importlib.util.find_spec("comfy_kitchen") is None:
-            raise ImportError(
-                f"method {self.format.method!r} needs the comfy-kitchen package: pip install comfy-kitchen"
-            )
-        found, needed = library_version(self.name), self.format.min_version
-        if found and _version(found) < _version(needed):
-            raise ImportError(
-                f"method {self.format.method!r} needs comfy-kitchen {needed} or newer, found {found}: "
-                "pip install --upgrade comfy-kitchen"
-            )
+        require_library(self.name, self.format.min_version, self.format.method)
 
     def support(self, device: torch.device | str = "cpu") -> Support:
         return format_support(self.format, device)
@@ -255,10 +244,6 @@ class ComfyKitchenBackend(QuantBackend):
             compute_dtype=compute_dtype or self.config.orig_dtype,
             config=self.config,
         )
-
-
-def _version(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", text)[:3])
 
 
 for _config in (

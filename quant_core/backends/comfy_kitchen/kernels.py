@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from ..backend import Support
-from .comfy_kitchen_formats import FORMATS_BY_NAME, ComfyFormat
+from ...backend import Support
+from .formats import FORMATS_BY_NAME, ComfyFormat
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)

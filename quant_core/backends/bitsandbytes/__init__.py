@@ -10,7 +10,6 @@ The state dict of a layer is the one that ``bitsandbytes.nn.Linear4bit`` writes.
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -18,11 +17,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..backend import BackendConfig, QuantBackend, Support
-from ..constraints import Constraint
-from ..packed_linear import PackedLinear
-from ..registry import register_quant_backend, register_quant_method
-from .bitsandbytes_format import (
+from ...backend import BackendConfig, QuantBackend, Support
+from ...constraints import Constraint
+from ...environment import require_library
+from ...packed_linear import PackedLinear
+from ...registry import register_quant_backend, register_quant_method
+from .layout import (
     BLOCKSIZES,
     FLOAT_DTYPES,
     NESTED_BLOCKSIZE,
@@ -303,7 +303,8 @@ def quantize_weight(
     tensors |= {f"weight.{key}": value for key, value in state.as_dict(packed=True).items()}
     layout = Layout(config.quant_type, blocksize, config.compress_statistics, config.quant_storage, offset)
     marker = tensors[layout.marker_key]
-    padding = layout.marker_length(*weight.shape, weight.dtype) - marker.numel()
+    out_features, in_features = weight.shape
+    padding = layout.marker_length(out_features, in_features, weight.dtype) - marker.numel()
     tensors[layout.marker_key] = nn.functional.pad(marker, (0, padding), value=ord(" "))
     return tensors, layout
 
@@ -323,8 +324,8 @@ class BitsAndBytesBackend(QuantBackend):
         }
 
     def validate_environment(self) -> None:
-        if importlib.util.find_spec("bitsandbytes") is None:
-            raise ImportError("bitsandbytes is not installed: pip install bitsandbytes")
+        # Older releases have no 4-bit kernels for a CPU, or wrong ones for weights of some shapes.
+        require_library("bitsandbytes", "0.50", f"bitsandbytes_{self.config.quant_type}")
 
     def support(self, device: torch.device | str = "cpu") -> Support:
         if torch.device(device).type == "cuda":

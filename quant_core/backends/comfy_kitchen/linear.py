@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from ..packed_linear import PackedLinear
-from .comfy_kitchen_formats import (
+from ...packed_linear import PackedLinear
+from .formats import (
     FORMATS_BY_NAME,
     MARKER_KEY,
     ComfyFormat,
@@ -20,7 +20,7 @@ from .comfy_kitchen_formats import (
     marker_problems,
     tensor_specs,
 )
-from .comfy_kitchen_kernels import decode, linear
+from .kernels import decode, linear
 
 
 class ComfyKitchenLinear(PackedLinear):

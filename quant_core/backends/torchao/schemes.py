@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..constraints import Constraint, Dimension, DivisibleBy
-from . import torchao_api
-from .torchao_int4 import dequantize_int4, quantize_int4
+from ...constraints import Constraint, Dimension, DivisibleBy
+from . import library
+from .int4 import dequantize_int4, quantize_int4
 
 SOURCE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -58,7 +58,7 @@ def source_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def block_of(granularity: Any, out_features: int, in_features: int) -> list[int]:
     """The block that shares one scale, as ``[rows, columns]``."""
-    api = torchao_api.load()
+    api = library.load()
     if isinstance(granularity, api.PerTensor):
         return [out_features, in_features]
     if isinstance(granularity, api.PerGroup):
@@ -87,13 +87,13 @@ class Scheme:
     dtype_attribute: str | None = None
 
     def __init__(self, method: str, config: Any) -> None:
-        api = torchao_api.load()
+        api = library.load()
         self.method = method
         self.config = config
         # What forward needs is kept here: torch.compile does not trace the import.
         self.tensor_class: Any = getattr(api, self.class_name)
         self.kernels = api.KernelPreference
-        self.has_mslk = torchao_api.has_mslk()
+        self.has_mslk = library.has_mslk()
 
     def attributes(self, out_features: int, in_features: int, dtype: torch.dtype) -> dict[str, Any]:
         """The non-tensor arguments of the torchao tensor for a weight of this shape and source dtype."""
@@ -155,7 +155,7 @@ class _BlockScaled(Scheme):
     def granularities(self) -> tuple[Any, Any]:
         """Granularity of ``(activation, weight)``."""
         given = getattr(self.config, "granularity", None)
-        per_row = torchao_api.load().PerRow()
+        per_row = library.load().PerRow()
         if isinstance(given, list | tuple):
             return given[0] or per_row, given[1] or per_row
         return given or per_row, given or per_row
@@ -175,7 +175,7 @@ class _BlockScaled(Scheme):
 
     def constraints(self) -> tuple[Constraint, ...]:
         weight = self.granularities()[1]
-        if isinstance(weight, torchao_api.load().PerGroup):
+        if isinstance(weight, library.load().PerGroup):
             return (DivisibleBy("in_features", weight.group_size),)
         return (AtLeast("in_features", 2),)
 
@@ -194,7 +194,7 @@ class Int8Scheme(_BlockScaled):
         activation, weight = self.granularities()
         act_kwargs = None
         if self.dynamic:
-            act_kwargs = torchao_api.load().QuantizeTensorToInt8Kwargs(
+            act_kwargs = library.load().QuantizeTensorToInt8Kwargs(
                 granularity=activation, mapping_type=self.config.act_mapping_type, **self._reduced()
             )
         block = block_of(weight, out_features, in_features)
@@ -207,7 +207,7 @@ class Int8Scheme(_BlockScaled):
     def specs(self, out_features: int, in_features: int, attributes: Mapping[str, Any]) -> dict[str, TensorSpec]:
         specs = super().specs(out_features, in_features, attributes)
         # Up to 0.17 torchao kept the scale in the weight's dtype; such files exist.
-        old = torchao_api.installed_version() < (0, 18)
+        old = library.installed_version() < (0, 18)
         specs["scale"] = dataclasses.replace(specs["scale"], dtypes=(torch.float32, *SOURCE_DTYPES), like_source=old)
         if "zero_point" in tensor_names(self.tensor_class)[1]:
             specs["zero_point"] = TensorSpec(specs["scale"].shape, (torch.int8,), optional=True)
@@ -236,7 +236,7 @@ class Float8Scheme(_BlockScaled):
         self.dynamic = method == "torchao_fp8_w8a8"
 
     def attributes(self, out_features: int, in_features: int, dtype: torch.dtype) -> dict[str, Any]:
-        api = torchao_api.load()
+        api = library.load()
         activation, weight = self.granularities()
         values = {
             "block_size": block_of(weight, out_features, in_features),

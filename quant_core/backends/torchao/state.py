@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-from ..errors import CheckpointError
-from . import torchao_api
-from .torchao_linear import find_problems, identify_method, take_apart
-from .torchao_schemes import Scheme, attribute_names, tensor_names
+from ...errors import CheckpointError
+from . import library
+from .linear import find_problems, identify_method, take_apart
+from .schemes import Scheme, attribute_names, tensor_names
 
 _TENSOR_CLASSES = ("Int8Tensor", "Float8Tensor", "Int4Tensor", "NVFP4Tensor", "MXTensor")
 _VALUE_CLASSES = (
@@ -76,7 +76,7 @@ def flatten(state_dict: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dic
 
 def _entry(class_name: str, attributes: Mapping[str, Any], inner: Mapping[str, torch.Tensor]) -> str:
     """The JSON of one tensor, in the order of torchao's own encoder (which in 0.16 does not know NVFP4 and MX)."""
-    cls = getattr(torchao_api.load(), class_name)
+    cls = getattr(library.load(), class_name)
     required, optional = tensor_names(cls)
     names = attribute_names(cls)
     optional_first = [n for n in names if n not in cls.tensor_attribute_names] + list(cls.tensor_attribute_names)
@@ -193,7 +193,7 @@ def _parse(name: str, entry: Any) -> dict[str, Any]:
 def _attributes(name: str, class_name: str, data: Any) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise CheckpointError(f"{name}: its metadata has no object '_data'")
-    cls = getattr(torchao_api.load(), class_name)
+    cls = getattr(library.load(), class_name)
     known = attribute_names(cls)
     unknown = [k for k in data if k not in known]
     absent = [k for k in cls.tensor_attribute_names if k not in data]
@@ -215,7 +215,7 @@ def _attributes(name: str, class_name: str, data: Any) -> dict[str, Any]:
 @functools.cache
 def _constructor_defaults(class_name: str) -> dict[str, Any]:
     """What a file of an older torchao means by an attribute that it does not have."""
-    cls = getattr(torchao_api.load(), class_name)
+    cls = getattr(library.load(), class_name)
     parameters = inspect.signature(cls.__new__).parameters
     return {
         n: parameters[n].default for n in attribute_names(cls) if parameters[n].default is not inspect.Parameter.empty
@@ -232,7 +232,7 @@ def _same_kind(value: Any, expected: Any) -> bool:
 
 
 def _kind(value: Any) -> Any:
-    api = torchao_api.load()
+    api = library.load()
     if isinstance(value, api.PerTensor) or (isinstance(value, api.PerRow) and value.dim in (-1, 1)):
         return "granularity"
     number = value is None or (isinstance(value, int | float) and not isinstance(value, bool))
@@ -256,7 +256,7 @@ def _decode(value: Any) -> Any:
         return _DTYPES[data]
     if kind not in _VALUE_CLASSES:
         raise ValueError(f"unknown class {kind!r}")
-    cls = getattr(torchao_api.load(), kind)
+    cls = getattr(library.load(), kind)
     if issubclass(cls, enum.Enum):
         if data not in cls.__members__:
             raise ValueError(f"unknown {kind} {data!r}")

@@ -1,6 +1,6 @@
 """The torchao backend: int8, float8, int4, NVFP4 and MX weights, with and without quantized activations.
 
-Files are torchao's own, see :mod:`.torchao_state`. On a machine whose hardware has no kernel for a method, the same
+Files are torchao's own, see :mod:`.state`. On a machine whose hardware has no kernel for a method, the same
 weights are dequantized and multiplied in float.
 """
 
@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..backend import QuantBackend, Support
-from ..constraints import Constraint, violations
-from ..errors import QuantizationError
-from ..registry import register_quant_backend, register_quant_method
-from . import torchao_api, torchao_options, torchao_state
-from .torchao_block_formats import MXScheme, NVFP4Scheme
-from .torchao_linear import TorchAOLinear
-from .torchao_schemes import Float8Scheme, Int4Scheme, Int8Scheme, Scheme, source_dtype
+from ...backend import QuantBackend, Support
+from ...constraints import Constraint, violations
+from ...errors import QuantizationError
+from ...registry import register_quant_backend, register_quant_method
+from . import library, options, state
+from .block_formats import MXScheme, NVFP4Scheme
+from .linear import TorchAOLinear
+from .schemes import Float8Scheme, Int4Scheme, Int8Scheme, Scheme, source_dtype
 
 _MX_METHODS = {torch.float8_e4m3fn: "torchao_mxfp8_w8a8", torch.float4_e2m1fn_x2: "torchao_mxfp4_w4a4"}
 _SCHEMES: dict[str, tuple[type[Scheme], str]] = {
@@ -63,12 +63,12 @@ class TorchAOBackend(QuantBackend):
         }
 
     def validate_environment(self) -> None:
-        torchao_api.check_installed()
+        library.check_installed()
 
     def support(self, device: torch.device | str = "cpu") -> Support:
         device = torch.device(device)
         try:
-            torchao_api.check_installed()
+            library.check_installed()
         except ImportError as error:
             return Support("refused", str(error))
         if device.type == "cuda" and not torch.cuda.is_available():
@@ -122,24 +122,24 @@ class TorchAOBackend(QuantBackend):
     # ------------------------------------------------------------------ state dicts
 
     def flatten_state_dict(self, state_dict: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-        return torchao_state.flatten(state_dict)
+        return state.flatten(state_dict)
 
     def unflatten_state_dict(
         self, state_dict: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None
     ) -> dict[str, Any]:
-        return torchao_state.unflatten(self.scheme, state_dict, metadata)
+        return state.unflatten(self.scheme, state_dict, metadata)
 
 
 for _name, _factory, _label in (
-    ("int8_w8a16", torchao_options.int8_weight_only, "8bit, int8, weight-only"),
-    ("int4_w4a16", torchao_options.int4_weight_only, "W4A16, int4 weight-only"),
-    ("fp8_w8a16", torchao_options.float8_weight_only, "8bit, fp8, weight-only"),
-    ("int8_w8a8", torchao_options.int8_dynamic, "W8A8, int8 weight + int8 dynamic activation"),
-    ("fp8_w8a8", torchao_options.float8_dynamic, "W8A8, fp8 weight + fp8 dynamic activation"),
-    ("int4_w4a8", torchao_options.int4_float8_dynamic, "W4A8, int4 weight + fp8 dynamic activation"),
-    ("mxfp8_w8a8", torchao_options.mx_dynamic("float8_e4m3fn"), "W8A8, MXFP8 microscaling weight + activation"),
-    ("mxfp4_w4a4", torchao_options.mx_dynamic("float4_e2m1fn_x2"), "W4A4, MXFP4 microscaling weight + activation"),
-    ("nvfp4_w4a4", torchao_options.nvfp4_dynamic, "W4A4, NVFP4 weight + activation"),
-    ("nvfp4_w4a16", torchao_options.nvfp4_weight_only, "W4A16, NVFP4 weight-only"),
+    ("int8_w8a16", options.int8_weight_only, "8bit, int8, weight-only"),
+    ("int4_w4a16", options.int4_weight_only, "W4A16, int4 weight-only"),
+    ("fp8_w8a16", options.float8_weight_only, "8bit, fp8, weight-only"),
+    ("int8_w8a8", options.int8_dynamic, "W8A8, int8 weight + int8 dynamic activation"),
+    ("fp8_w8a8", options.float8_dynamic, "W8A8, fp8 weight + fp8 dynamic activation"),
+    ("int4_w4a8", options.int4_float8_dynamic, "W4A8, int4 weight + fp8 dynamic activation"),
+    ("mxfp8_w8a8", options.mx_dynamic("float8_e4m3fn"), "W8A8, MXFP8 microscaling weight + activation"),
+    ("mxfp4_w4a4", options.mx_dynamic("float4_e2m1fn_x2"), "W4A4, MXFP4 microscaling weight + activation"),
+    ("nvfp4_w4a4", options.nvfp4_dynamic, "W4A4, NVFP4 weight + activation"),
+    ("nvfp4_w4a16", options.nvfp4_weight_only, "W4A16, NVFP4 weight-only"),
 ):
     register_quant_method(f"torchao_{_name}", "torchao", _factory, _label)

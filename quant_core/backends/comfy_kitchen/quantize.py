@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from ..constraints import violations
-from ..errors import QuantizationError
-from .comfy_kitchen_formats import (
+from ...constraints import violations
+from ...errors import QuantizationError
+from .formats import (
     FORMATS_BY_NAME,
     MARKER_KEY,
     ComfyFormat,
@@ -22,7 +22,7 @@ from .comfy_kitchen_formats import (
     encode_marker,
     layer_marker,
 )
-from .comfy_kitchen_kernels import FLOAT_DTYPES, NVFP4_MAX, fp8_scale, kitchen, layout_of
+from .kernels import FLOAT_DTYPES, NVFP4_MAX, fp8_scale, kitchen, layout_of
 
 # Rows are quantized in tiles: fresh whole-layer temporaries cost more in page faults than the arithmetic does. A
 # multiple of 128 rows, so that the tiled layout of block scales is made of whole tiles.

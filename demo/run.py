@@ -1,0 +1,216 @@
+"""The demo: quantize a model, save it, load it back, and show sizes and errors. Started by ``python dev.py demo``."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import minilm
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from quant_core import (
+    QUANT_METHODS,
+    QuantizationError,
+    QuantizeConfig,
+    cli,
+    load_quantized_model,
+    save_quantized_model,
+)
+from quant_core.backends import load_all_backends
+
+DEFAULT_METHOD = "comfy_kitchen_int8_w8a8"
+OUTPUT = Path("demo-output")
+TEXTS = Path(__file__).with_name("held_out.txt")
+
+
+@dataclass
+class Result:
+    """One method on the demo model.
+
+    Attributes:
+        layers: one row a layer, see ``quant_core.measure_quantization_error``.
+        output_error: of the reloaded model's last hidden states on the held-out texts.
+        reload_equal: whether the reloaded model gives the same output, bit for bit, as the one that was saved.
+        same_neighbours: how many texts keep their most similar other text.
+    """
+
+    method: str
+    path: Path
+    layers: list[dict[str, Any]]
+    output_error: float
+    reload_equal: bool
+    same_neighbours: int
+    seconds: float
+
+    @property
+    def bytes_before(self) -> int:
+        return sum(row["bytes_before"] for row in self.layers)
+
+    @property
+    def bytes_after(self) -> int:
+        return sum(row["bytes_after"] for row in self.layers)
+
+    @property
+    def weight_error(self) -> float:
+        """The mean of the layers' relative errors."""
+        return sum(row["relative_error"] for row in self.layers) / len(self.layers)
+
+
+def read_texts() -> list[str]:
+    """Return the held-out texts, one a line. They were chosen once, before any method was measured."""
+    return TEXTS.read_text(encoding="utf-8").splitlines()
+
+
+def _neighbours(states: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+    embeddings = minilm.pool(states, visible)
+    return (embeddings @ embeddings.T).fill_diagonal_(-1).argmax(1)
+
+
+@torch.no_grad()
+def run_method(method: str, texts: list[str], folder: Path = OUTPUT) -> Result:
+    """Quantize the demo model with ``method``, save it in ``folder``, load it into a fresh model and compare."""
+    ids, visible = minilm.tokenize(texts)
+    model = minilm.load_minilm()
+    reference = model(ids, visible)
+
+    config = QuantizeConfig(method=method)
+    layers = sorted(config.measure_quantization_error(model, verbose=False), key=lambda row: row["name"])
+    started = time.perf_counter()
+    config.quantize_model(model)
+    seconds = time.perf_counter() - started
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"minilm-{method}.safetensors"
+    save_quantized_model(model, config, path)
+
+    reloaded = minilm.MiniLM().eval()
+    load_quantized_model(reloaded, path)
+    output = reloaded(ids, visible)
+    return Result(
+        method,
+        path,
+        layers,
+        minilm.relative_error(reference[visible], output[visible]),
+        torch.equal(output, model(ids, visible)),
+        int((_neighbours(reference, visible) == _neighbours(output, visible)).sum()),
+        seconds,
+    )
+
+
+def show(result: Result, texts: list[str], console: Console) -> None:
+    """Print one method: every layer, the totals, and where the file lies."""
+    table = Table(title=f"all-MiniLM-L6-v2, quantized with {result.method}")
+    table.add_column("layer", no_wrap=True)
+    for title in ("shape", "bytes before", "bytes after", "weight error"):
+        table.add_column(title, justify="right")
+    for row in result.layers:
+        table.add_row(
+            row["name"],
+            "x".join(map(str, row["shape"])),
+            f"{row['bytes_before']:,}",
+            f"{row['bytes_after']:,}",
+            f"{row['relative_error']:.2%}",
+        )
+    table.add_section()
+    table.add_row(
+        f"{len(result.layers)} layers",
+        "",
+        f"{result.bytes_before:,}",
+        f"{result.bytes_after:,}",
+        f"{result.weight_error:.2%} (mean)",
+    )
+    console.print(table)
+    console.print(
+        f"Bytes: float32 weights before, with scales after: {result.bytes_before / result.bytes_after:.2f} times "
+        f"smaller. Quantized in {result.seconds:.1f} s."
+    )
+    console.print(
+        f"Output error of the whole model on {len(texts)} held-out texts: {result.output_error:.2%} "
+        f"({result.same_neighbours} of {len(texts)} texts keep their nearest neighbour)."
+    )
+    equal = "the same output, bit for bit" if result.reload_equal else "ANOTHER OUTPUT: this is a bug, please report it"
+    console.print(f"Saved and loaded back into a fresh model: {equal}.")
+    console.print(f"File: {result.path.absolute()}", soft_wrap=True)
+
+
+def compare(methods: list[str], texts: list[str], console: Console) -> bool:
+    """Print one line a method; returns whether every file loaded back to the same output."""
+    table = Table(title=f"all-MiniLM-L6-v2, 36 layers, {len(texts)} held-out texts")
+    table.add_column("method", no_wrap=True)
+    table.add_column("runs here", no_wrap=True)
+    for title in ("bytes", "bits a weight", "weight error", "output error", "reload"):
+        table.add_column(title, justify="right")
+    refused = []
+    fine = True
+    for method in methods:
+        console.print(f"{method} ...", highlight=False)
+        try:
+            result = run_method(method, texts)
+        except (ImportError, ValueError, RuntimeError) as error:
+            refused.append(f"{method}: {error}")
+            continue
+        fine = fine and result.reload_equal
+        table.add_row(
+            method,
+            QuantizeConfig(method=method).backend.support("cpu").kind,
+            f"{result.bytes_after:,}",
+            f"{result.bytes_after * 8 / (result.bytes_before / 4):.2f}",
+            f"{result.weight_error:.2%}",
+            f"{result.output_error:.2%}",
+            "equal" if result.reload_equal else "DIFFERENT",
+        )
+    console.print(table)
+    for line in refused:
+        console.print(f"Not possible here: {line}", markup=False, soft_wrap=True)
+    console.print(f"Files: {OUTPUT.absolute()}", soft_wrap=True)
+    return fine
+
+
+def convert(source: Path, method: str) -> int:
+    """Quantize the user's file and print every layer's decision, size and error; returns the exit code."""
+    destination = OUTPUT / f"{source.stem}-{method}.safetensors"
+    OUTPUT.mkdir(exist_ok=True)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return cli.main(["quantize", str(source), str(destination), "--method", method, "--device", device, "--measure"])
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="dev.py demo", description=__doc__)
+    parser.add_argument("file", nargs="?", type=Path, help="a safetensors file of yours; default: a small model")
+    parser.add_argument(
+        "--method",
+        action="append",
+        help=f"default: {DEFAULT_METHOD}; given several times: compare them; all: compare every method",
+    )
+    arguments = parser.parse_args(argv)
+    methods = arguments.method or [DEFAULT_METHOD]
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    if not sys.stdout.isatty():
+        os.environ.setdefault("COLUMNS", "120")  # rich would assume 80 and break the tables.
+    console = Console()
+    texts = read_texts()
+    if arguments.file is not None:
+        return max(convert(arguments.file, method) for method in methods)
+    if methods == ["all"]:
+        load_all_backends()
+        methods = sorted(QUANT_METHODS)
+    if len(methods) > 1:
+        return 0 if compare(methods, texts, console) else 1
+    try:
+        result = run_method(methods[0], texts)
+    except (ImportError, ValueError, QuantizationError) as error:
+        console.print(f"demo: {error}", markup=False, soft_wrap=True)
+        return 1
+    show(result, texts, console)
+    return 0 if result.reload_equal else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,164 @@
+"""``dev.py test``: the tests in .venv, the host tests in a ComfyUI, and one summary of both."""
+
+from __future__ import annotations
+
+import ast
+import os
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from .comfyui import HOW_TO, ComfyUI, find_comfyui
+from .environment import ROOT, Environment
+from .process import DevError, capture, run
+
+RUNNER = Path(__file__).with_name("run_pytest.py")
+NOTHING_COLLECTED = 5
+
+
+@dataclass
+class Report:
+    """The counts of a pytest run.
+
+    Attributes:
+        code: pytest's exit code.
+        not_run: ``{reason: number}`` of the skipped tests.
+    """
+
+    code: int
+    passed: int = 0
+    failed: int = 0
+    not_run: Counter[str] = field(default_factory=Counter)
+
+
+def read_report(code: int, path: Path) -> Report:
+    """Read pytest's JUnit file; a run that ended without writing one counts as one failure."""
+    if not path.exists():
+        return Report(code, failed=0 if code == 0 else 1)
+    report = Report(code)
+    for case in ElementTree.parse(path).getroot().iter("testcase"):
+        skipped = case.find("skipped")
+        if case.find("failure") is not None or case.find("error") is not None:
+            report.failed += 1
+        elif skipped is not None and skipped.get("type") != "pytest.xfail":
+            report.not_run[skipped.get("message", "skipped")] += 1
+        else:
+            report.passed += 1
+    return report
+
+
+def split_arguments(arguments: list[str], root: Path) -> tuple[list[str], list[str] | None, list[str] | None]:
+    """Split pytest's arguments into ``(options, paths outside tests/host, paths in it)``.
+
+    Without any path both lists are empty: everything runs. A part that the paths leave out is None.
+    """
+    options: list[str] = []
+    core: list[str] = []
+    host: list[str] = []
+    tests = root / "tests"
+    for argument in arguments:
+        path = Path(os.path.abspath(argument.partition("::")[0]))
+        if argument.startswith("-") or not path.exists() or not path.is_relative_to(tests):
+            options.append(argument)
+        elif path.is_relative_to(tests / "host"):
+            host.append(argument)
+        else:
+            core.append(argument)
+    if not core and not host:
+        return options, [], []
+    return options, core or None, host or None
+
+
+def count_test_functions(path: Path) -> int:
+    """Return the number of test functions in a file, without importing it."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return sum(isinstance(node, ast.FunctionDef) and node.name.startswith("test_") for node in ast.walk(tree))
+
+
+def _pytest(python: Path, extra_path: str, arguments: list[str], root: Path, env: dict[str, str]) -> Report:
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        command = [python, RUNNER, extra_path, f"--rootdir={root}", f"--junitxml={report}", *arguments]
+        return read_report(run(command, cwd=root, env=env), report)
+
+
+def pytest_for(comfyui: ComfyUI, environment: Environment) -> str:
+    """Return the folder that brings pytest to a ComfyUI's Python, empty when it has one of its own.
+
+    Nothing is installed into the ComfyUI: pytest and what it needs are pure Python and go to a folder in .venv.
+    """
+    if capture([comfyui.python, "-c", "import pytest"]).returncode == 0:
+        return ""
+    target = environment.folder / "host-pytest"
+    if not (target / "pytest").is_dir():
+        # exceptiongroup and tomli: pytest needs them below Python 3.11, which the ComfyUI may have and .venv not.
+        packages = ["pytest==9.2.0", "exceptiongroup", "tomli"]
+        print(f"dev.py: installing pytest for the host tests into {target}", flush=True)
+        pip = [environment.python, "-m", "pip", "install", "--no-input", "--disable-pip-version-check"]
+        result = capture([*pip, "--target", target, *packages], timeout=600)
+        if result.returncode:
+            raise DevError(f"pytest for the host tests could not be installed:\n{result.stdout[-1500:]}")
+    return str(target)
+
+
+def _host_tests(environment: Environment, paths: list[str], options: list[str], root: Path) -> Report:
+    selection = [*options, *(paths or [str(root / "tests" / "host")])]
+    comfyui = find_comfyui(root)
+    if comfyui is None:
+        return _count_host_tests(environment, selection, root)
+    print(f"\ndev.py: host tests in {comfyui.folder} with {comfyui.python}", flush=True)
+    extra = pytest_for(comfyui, environment)
+    env = {"COMFYUI_PATH": str(comfyui.folder), "COMFYUI_PYTHON": str(comfyui.python), "PYTHONNOUSERSITE": "1"}
+    return _pytest(comfyui.python, extra, selection, root, env)
+
+
+def _count_host_tests(environment: Environment, selection: list[str], root: Path) -> Report:
+    collect = ["--collect-only", "-q", f"--rootdir={root}", *selection]
+    result = capture([environment.python, RUNNER, "", *collect])
+    if result.returncode not in (0, NOTHING_COLLECTED):
+        raise DevError(f"the host tests cannot be collected:\n{result.stdout[-3000:]}")
+    count = sum("::" in line for line in result.stdout.splitlines())
+    return Report(0, not_run=Counter({f"host tests, because no ComfyUI was found: {HOW_TO}": count}))
+
+
+def run_tests(environment: Environment, arguments: list[str], root: Path = ROOT) -> int:
+    """Run the tests and print the summary; its last line is ``N passed, M failed``. Returns the exit code."""
+    options, core, host = split_arguments(arguments, root)
+    reports: dict[str, Report] = {}
+    if core is not None:
+        env = {"QUANTCORE_MISSING_BACKENDS": ",".join(environment.missing)}
+        selection = core or [str(root / "tests"), f"--ignore={root / 'tests' / 'host'}"]
+        reports["in .venv"] = _pytest(environment.python, "", [*options, *selection], root, env)
+        for library in environment.missing:
+            files = (root / "tests").glob(f"test_{library.replace('-', '_')}*.py")
+            count = sum(map(count_test_functions, files))
+            reports["in .venv"].not_run[f"test functions, because {library} has no release for this platform"] += count
+    if host is not None and (root / "tests" / "host").is_dir():
+        try:
+            reports["in ComfyUI"] = _host_tests(environment, host, options, root)
+        except DevError as error:
+            print(f"dev.py: {error}", flush=True)
+            reports["in ComfyUI"] = Report(1, failed=1)
+    return summarize(reports)
+
+
+def summarize(reports: dict[str, Report]) -> int:
+    """Print what ran, what did not and why, and the totals; return the exit code."""
+    print("\nSummary")
+    for name, report in reports.items():
+        print(f"  {name}: {report.passed} passed, {report.failed} failed")
+    for report in reports.values():
+        for reason, count in sorted(report.not_run.items()):
+            if count:
+                print(f"  NOT RUN: {count} {reason}" if "because" in reason else f"  NOT RUN: {count} tests: {reason}")
+    passed = sum(r.passed for r in reports.values())
+    failed = sum(r.failed for r in reports.values())
+    print(f"{passed} passed, {failed} failed", flush=True)
+    codes = [r.code for r in reports.values()]
+    bad = [code for code in codes if code not in (0, NOTHING_COLLECTED)]
+    if bad or failed:
+        return bad[0] if bad else 1
+    # A filter such as -k may leave one part without tests, but not both.
+    return 0 if 0 in codes else NOTHING_COLLECTED

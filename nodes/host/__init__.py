@@ -1,0 +1,1 @@
+"""The only part of the pack that imports ``comfy``."""

@@ -1,0 +1,108 @@
+"""ComfyUI's mixed-precision operations with a Linear that quantizes its weight while it is loaded.
+
+ComfyUI builds the model from this class and then loads the state dict into it, one layer at a time, after all its
+renaming and fusing of keys. A float weight that arrives at a Linear is quantized there and handed on in the form that
+a quantized file has, so what follows is ComfyUI's own loading of such a file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import comfy.ops
+import torch
+from comfy.quant_ops import QuantizedTensor
+
+if TYPE_CHECKING:
+    from .quantizer import LayerQuantizer
+
+MARKER = "comfy_quant"
+
+STATE_KEYS = frozenset(
+    {
+        MARKER,
+        "weight_scale",
+        "weight_scale_2",
+        "weight_s_rel",
+        "weight_s_channel",
+        "weight_codebook",
+        "weight_correction",
+    }
+)
+"""What a quantized Linear has in its state dict beside ``weight`` and ``bias``."""
+
+
+def native_operations(compute_dtype: torch.dtype) -> type:
+    """ComfyUI's operations for a quantized model on this machine.
+
+    ComfyUI itself decides which formats run natively here and which are emulated; asking it with a configuration that
+    says "quantized" keeps that decision in one place.
+    """
+    return comfy.ops.pick_operations(
+        None, compute_dtype, model_config=SimpleNamespace(quant_config={"mixed_ops": True})
+    )
+
+
+def quantizing_operations(compute_dtype: torch.dtype, quantizer: LayerQuantizer | None) -> type:
+    """Return an operations class for ``model_options["custom_operations"]``.
+
+    Args:
+        compute_dtype: the dtype that the model computes in; quantized weights dequantize to it.
+        quantizer: decides about a float weight and quantizes it; None loads a file as it is.
+    """
+    native = native_operations(compute_dtype)
+
+    class QuantizingOperations(native):
+        class Linear(_steady_linear(native.Linear)):
+            def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+                if quantizer is not None:
+                    quantizer.replace_weight(state_dict, prefix)
+                super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    return QuantizingOperations
+
+
+def _is_normal_quantized(value: Any) -> bool:
+    return isinstance(value, QuantizedTensor) and not value.is_inference()
+
+
+def _steady_linear(native_linear: type) -> type:
+    """ComfyUI's quantized Linear, cured of two faults that show after loading.
+
+    ComfyUI runs a workflow under ``torch.inference_mode`` and unloads models outside it. Outside, it replaces a
+    quantized weight by a normal tensor, which the next workflow then cannot wrap in a Parameter ("Cannot set
+    version_counter for inference tensor"). Here a weight stays the kind of tensor that it was loaded as.
+    """
+
+    class SteadyLinear(native_linear):
+        _loaded_in_inference_mode = False
+
+        def _load_from_state_dict(self, *args: Any) -> None:
+            self._loaded_in_inference_mode = torch.is_inference_mode_enabled()
+            super()._load_from_state_dict(*args)
+
+        def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> torch.nn.Module:
+            with torch.inference_mode(self._loaded_in_inference_mode):
+                return super()._apply(fn, recurse)
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            # A patched weight is restored by assignment, also outside inference mode.
+            if name == "weight" and self._loaded_in_inference_mode and _is_normal_quantized(value):
+                with torch.inference_mode():
+                    rewrapped = QuantizedTensor(value._qdata, value._layout_cls, value._params)
+                    value = torch.nn.Parameter(rewrapped, requires_grad=False)
+            super().__setattr__(name, value)
+
+        def __getattr__(self, name: str) -> Any:
+            # ComfyUI lists the scales and the marker in the state dict and then asks the module for an attribute of
+            # that name, e.g. when models are merged; the tensors live inside the weight.
+            if name in STATE_KEYS:
+                weight = self.__dict__.get("_parameters", {}).get("weight")
+                stored = self.state_dict() if isinstance(weight, QuantizedTensor) else {}
+                if name in stored:
+                    return stored[name]
+            return super().__getattr__(name)
+
+    return SteadyLinear

@@ -1,0 +1,124 @@
+"""Files that are no model, or not one to quantize: each refused in a sentence that names the file."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+
+def save(path, tensors, **metadata):
+    import safetensors.torch
+
+    safetensors.torch.save_file(tensors, path, metadata=metadata or None)
+    return path
+
+
+def marker(content: bytes):
+    import torch
+
+    return torch.tensor(list(content), dtype=torch.uint8)
+
+
+def refused(online, path, *words, error="CheckpointError", **options):
+    import quant_core
+
+    with pytest.raises(getattr(quant_core, error)) as caught:
+        online(path=path, **options)
+    text = str(caught.value)
+    assert path.name in text
+    for word in words:
+        assert word in text
+    return text
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\x00" * 4, b"<html>not found</html>" * 50, b"\x10" + b"\x00" * 7 + b"{" * 16]
+)
+def test_no_safetensors_file(content, online, tmp_path):
+    path = tmp_path / "broken.safetensors"
+    path.write_bytes(content)
+    refused(online, path, "cannot be read as a model file")
+
+
+@pytest.mark.parametrize("name", ["text.ckpt", "text.pt"])
+def test_no_pickle(name, online, tmp_path):
+    path = tmp_path / name
+    path.write_bytes(b"not a pickle at all")
+    refused(online, path, "cannot be read as a model file")
+
+
+def test_a_pickle_of_something_else(online, tmp_path):
+    import torch
+
+    path = tmp_path / "list.pt"
+    torch.save([1, 2, 3], path)
+    refused(online, path, "not named tensors")
+
+
+def test_a_cut_off_file(online, tiny_flux, tmp_path):
+    path = tmp_path / "cut.safetensors"
+    path.write_bytes(tiny_flux.read_bytes()[:-100])
+    refused(online, path, "unfinished download")
+
+
+def test_a_missing_file(online, tmp_path):
+    refused(online, tmp_path / "missing.safetensors", "cannot be read")
+
+
+def test_an_unknown_architecture(online, tmp_path):
+    import torch
+
+    path = save(tmp_path / "tower.safetensors", {"tower.0.weight": torch.zeros(4, 4)})
+    refused(online, path, "not a diffusion model that this ComfyUI knows", "tower.0.weight")
+
+
+def test_a_lora(online, tmp_path):
+    import torch
+
+    tensors = {f"lora_unet_block.lora_{side}.weight": torch.zeros(4, 4) for side in ("up", "down")}
+    refused(online, save(tmp_path / "style.safetensors", tensors), "is a LoRA")
+
+
+@pytest.mark.parametrize(
+    ("key", "library"),
+    [("weight.absmax", "bitsandbytes"), ("_weight_qdata", "torchao")],
+    ids=["bitsandbytes", "torchao"],
+)
+def test_a_file_of_another_library(key, library, online, make_tiny, tmp_path):
+    import torch
+
+    tensors = make_tiny.state_dict("flux")
+    tensors[f"single_blocks.0.linear1.{key}"] = torch.zeros(4, dtype=torch.uint8)
+    refused(online, save(tmp_path / "foreign.safetensors", tensors), library, "original float file")
+
+
+@pytest.mark.parametrize("content", [b"[1, 2]", b"{}", b"\xff\xfe", b"not json", b'"int8"'])
+def test_a_broken_marker(content, online, make_tiny, tmp_path):
+    tensors = make_tiny.state_dict("flux")
+    tensors["single_blocks.0.linear1.comfy_quant"] = marker(content)
+    path = save(tmp_path / "marked.safetensors", tensors)
+    refused(online, path, "single_blocks.0.linear1.comfy_quant", "not a JSON object that names a format")
+
+
+def test_an_unknown_format(online, make_tiny, tmp_path):
+    tensors = make_tiny.state_dict("flux")
+    tensors["single_blocks.0.linear1.comfy_quant"] = marker(json.dumps({"format": "int3_dream"}).encode())
+    path = save(tmp_path / "future.safetensors", tensors)
+    refused(online, path, "single_blocks.0.linear1", "'int3_dream'", "newer ComfyUI")
+
+
+def test_nothing_left_to_quantize(online, tiny_flux, make_tiny):
+    layers = [key.removesuffix(".weight") for key in make_tiny.state_dict("flux") if key.endswith(".weight")]
+    refused(online, tiny_flux, "Flux", exclude_modules=[name for name in layers if "_blocks." in name])
+
+
+def test_an_exclusion_that_matches_nothing(online, tiny_flux):
+    refused(online, tiny_flux, "img_mpl.0", exclude_modules=["img_mpl.0"])
+
+
+def test_a_weight_that_is_not_finite(online, make_tiny, tmp_path):
+    tensors = make_tiny.state_dict("flux")
+    tensors["single_blocks.1.linear1.weight"][3, 5] = float("nan")
+    path = save(tmp_path / "nan.safetensors", tensors)
+    refused(online, path, "single_blocks.1.linear1", "NaN", error="QuantizationError")
