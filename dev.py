@@ -24,7 +24,7 @@ def refuse_python(version):
         advice = "Install one from python.org, then run: py -3.12 dev.py ..."
     else:
         advice = "Install one, then run: python3.12 dev.py ..."
-    return "Python %d.%d is not supported, 3.10 to 3.13 are (torch has no builds for others). %s" % (  # noqa: UP031
+    return "Python %d.%d is not supported, 3.10 to 3.13 are. %s" % (  # noqa: UP031
         version[0],
         version[1],
         advice,

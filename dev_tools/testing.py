@@ -16,6 +16,7 @@ from .process import DevError, capture, run
 
 RUNNER = Path(__file__).with_name("run_pytest.py")
 NOTHING_COLLECTED = 5
+ONE_PROCESS = {"-n", "-s", "--capture=no", "--pdb", "--trace", "--collect-only", "--co"}
 
 
 @dataclass
@@ -36,7 +37,7 @@ class Report:
 def read_report(code: int, path: Path) -> Report:
     """Read pytest's JUnit file; a run that ended without writing one counts as one failure."""
     if not path.exists():
-        return Report(code, failed=0 if code == 0 else 1)
+        return Report(code, failed=0 if code in (0, NOTHING_COLLECTED) else 1)
     report = Report(code)
     for case in ElementTree.parse(path).getroot().iter("testcase"):
         skipped = case.find("skipped")
@@ -103,6 +104,19 @@ def pytest_for(comfyui: ComfyUI, environment: Environment) -> str:
     return str(target)
 
 
+def parallel(options: list[str], paths: list[str]) -> tuple[list[str], dict[str, str]]:
+    """Return what makes a full run use every core: pytest's options, and variables for its processes.
+
+    A selected file, or an option that wants one process, runs in one.
+    """
+    processes = min(os.cpu_count() or 1, 4)
+    if paths or processes == 1 or ONE_PROCESS.intersection(options) or any(o.startswith("-n") for o in options):
+        return [], {}
+    # Two processes with a thread for every core each spend most of their time waiting for one another.
+    threads = max(1, (os.cpu_count() or 1) // processes)
+    return ["-n", str(processes)], {"OMP_NUM_THREADS": str(threads)}
+
+
 def _host_tests(environment: Environment, paths: list[str], options: list[str], root: Path) -> Report:
     selection = [*options, *(paths or [str(root / "tests" / "host")])]
     comfyui = find_comfyui(root)
@@ -128,9 +142,10 @@ def run_tests(environment: Environment, arguments: list[str], root: Path = ROOT)
     options, core, host = split_arguments(arguments, root)
     reports: dict[str, Report] = {}
     if core is not None:
-        env = {"QUANTCORE_MISSING_BACKENDS": ",".join(environment.missing)}
+        workers, env = parallel(options, core)
+        env["QUANTCORE_MISSING_BACKENDS"] = ",".join(environment.missing)
         selection = core or [str(root / "tests"), f"--ignore={root / 'tests' / 'host'}"]
-        reports["in .venv"] = _pytest(environment.python, "", [*options, *selection], root, env)
+        reports["in .venv"] = _pytest(environment.python, "", [*workers, *options, *selection], root, env)
         for library in environment.missing:
             files = (root / "tests").glob(f"test_{library.replace('-', '_')}*.py")
             count = sum(map(count_test_functions, files))

@@ -7,7 +7,7 @@ a module of its own.
 from __future__ import annotations
 
 import importlib.util
-import runpy
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -25,7 +25,8 @@ def provide_quant_core(package: Path = PACKAGE) -> ModuleType:
         ImportError: another version is imported already. Replacing it would leave its users with classes and
             registries that this pack does not see.
     """
-    version = runpy.run_path(str(package / "version.py"))["__version__"]
+    # Read, not imported: importing would make a second module of what may be there already.
+    version = re.search(r'__version__ = "(.+?)"', (package / "version.py").read_text(encoding="utf-8")).group(1)
     loaded = sys.modules.get("quant_core")
     if loaded is not None:
         found = getattr(loaded, "__version__", "without a version")

@@ -324,6 +324,14 @@ def test_arguments_go_to_the_part_they_name(tools, tmp_path, monkeypatch):
     assert split(["tests/host/test_b.py"], tmp_path) == ([], None, ["tests/host/test_b.py"])
 
 
+def test_only_a_full_run_is_parallel(tools):
+    parallel = tools["testing"].parallel
+    options, env = parallel(["-q"], [])
+    assert (options == [] and env == {}) if os.cpu_count() == 1 else (options[0] == "-n" and "OMP_NUM_THREADS" in env)
+    for one_process in ((["-q"], ["tests/test_a.py"]), (["--pdb"], []), (["-n0"], []), (["-n", "2"], [])):
+        assert parallel(*one_process) == ([], {})
+
+
 @pytest.fixture
 def sample_run(tools, tmp_path):
     """``run(text)``: a real pytest run of a file with this text, as a Report."""
