@@ -29,6 +29,19 @@ class FileHash(str):
         return str(self)
 
 
+def digest(data: bytes | memoryview) -> str:
+    """Return the BLAKE3 of some bytes, in hex: as safe as SHA-256, and a quarter of its time on a CPU.
+
+    Raises:
+        ImportError: the package blake3 is missing, which only an older ComfyUI does not bring.
+    """
+    try:
+        import blake3
+    except ImportError as error:
+        raise ImportError("saving and checking files needs blake3, which is missing: pip install blake3") from error
+    return blake3.blake3(data).hexdigest()
+
+
 def structure_hash(shapes: Mapping[str, Sequence[int]]) -> str:
     """Return the MD5 of the sorted tensor names and shapes.
 
@@ -41,9 +54,9 @@ def structure_hash(shapes: Mapping[str, Sequence[int]]) -> str:
 
 
 def content_hash(tensors: Mapping[str, tuple[torch.dtype, Sequence[int], str]]) -> str:
-    """Return the SHA-256 over every tensor's name, dtype, shape and the SHA-256 of its bytes, in name order.
+    """Return the BLAKE3 over every tensor's name, dtype, shape and the BLAKE3 of its bytes, in name order.
 
     Independent of the header's metadata and of the order of the tensors in the file.
     """
     lines = [f"{name} {dtype} {list(shape)} {digest}\n" for name, (dtype, shape, digest) in sorted(tensors.items())]
-    return hashlib.sha256("".join(lines).encode("utf-8")).hexdigest()
+    return digest("".join(lines).encode("utf-8"))

@@ -2,7 +2,7 @@
 
 JSON: ``version`` (of quant_core), ``manifest`` (of this entry's form), ``recipe`` (see ``Recipe.to_dict``), ``layers``
 (for each part of the recipe, in order, the names of its layers), ``checksums`` (the first hex digits of every
-tensor's SHA-256) and, for a converted file, ``source``.
+tensor's BLAKE3) and, for a converted file, ``source``.
 """
 
 from __future__ import annotations

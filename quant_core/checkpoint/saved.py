@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 import logging
 import os
@@ -16,7 +15,7 @@ from torch import nn
 
 from ..errors import CheckpointError
 from ..packed_linear import PackedLinear
-from .hashing import FileHash, structure_hash
+from .hashing import FileHash, digest, structure_hash
 from .manifest import Manifest, make_manifest, read_manifest
 from .reader import Checkpoint, open_checkpoint
 from .recognize import recognize_layers
@@ -216,7 +215,7 @@ def _read_state(checkpoint: Checkpoint, recipe: Recipe, manifest: Manifest | Non
         tensors[name] = checkpoint.read(name)
         expected = manifest.checksums.get(name) if manifest is not None else None
         if expected is not None:
-            found = hashlib.sha256(tensor_bytes(tensors[name])).hexdigest()[:CHECKSUM_LENGTH]
+            found = digest(tensor_bytes(tensors[name]))[:CHECKSUM_LENGTH]
             if found != expected:
                 raise CheckpointError(
                     f"{checkpoint.path}: the bytes of {name!r} are not the ones that were saved (checksum {found}, "

@@ -7,7 +7,6 @@ name. A write that fails, is cancelled, or is interrupted leaves nothing behind,
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import secrets
@@ -18,11 +17,11 @@ from types import TracebackType
 import torch
 
 from ..errors import CheckpointError
-from .hashing import FileHash, content_hash, structure_hash
+from .hashing import FileHash, content_hash, digest, structure_hash
 from .header import build_header
 
 CHECKSUM_LENGTH = 16
-"""Hex digits of a tensor's SHA-256 that the metadata keeps."""
+"""Hex digits of a tensor's BLAKE3 that the metadata keeps."""
 
 METADATA_KEY = "quant_core"
 
@@ -84,7 +83,7 @@ class CheckpointWriter:
                 f"{self.path}: tensor {name!r} is {tensor.dtype} {list(tensor.shape)}, planned {dtype} {list(shape)}"
             )
         data = tensor_bytes(tensor)
-        self._digests[name] = hashlib.sha256(data).hexdigest()
+        self._digests[name] = digest(data)
         self._file.seek(self._spans[name][0])
         self._file.write(data)
 
