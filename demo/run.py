@@ -13,6 +13,7 @@ from typing import Any
 
 import minilm
 import torch
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -20,11 +21,13 @@ from quant_core import (
     QUANT_METHODS,
     QuantizationError,
     QuantizeConfig,
-    cli,
     load_quantized_model,
     save_quantized_model,
 )
 from quant_core.backends import load_all_backends
+from quant_core.checkpoint import open_checkpoint
+from quant_core.convert import convert_file
+from quant_core.measure import relative_error
 
 DEFAULT_METHOD = "comfy_kitchen_int8_w8a8"
 OUTPUT = Path("demo-output")
@@ -128,8 +131,8 @@ def show(result: Result, texts: list[str], console: Console) -> None:
     )
     console.print(table)
     console.print(
-        f"Bytes: float32 weights before, with scales after: {result.bytes_before / result.bytes_after:.2f} times "
-        f"smaller. Quantized in {result.seconds:.1f} s."
+        f"The quantized layers take {result.bytes_before / result.bytes_after:.2f} times fewer bytes than in float32. "
+        f"Quantized in {result.seconds:.1f} s."
     )
     console.print(
         f"Output error of the whole model on {len(texts)} held-out texts: {result.output_error:.2%} "
@@ -173,12 +176,46 @@ def compare(methods: list[str], texts: list[str], console: Console) -> bool:
     return fine
 
 
-def convert(source: Path, method: str) -> int:
-    """Quantize the user's file and print every layer's decision, size and error; returns the exit code."""
-    destination = OUTPUT / f"{source.stem}-{method}.safetensors"
-    OUTPUT.mkdir(exist_ok=True)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    return cli.main(["quantize", str(source), str(destination), "--method", method, "--device", device, "--measure"])
+@torch.no_grad()
+def convert(source: Path, config: QuantizeConfig, console: Console) -> None:
+    """Quantize the user's file, read it back, and print every layer: size, weight error, output error.
+
+    The output error is the one of the layer that was read back, against the float layer, on Gaussian inputs: a file
+    tells no real ones.
+    """
+    destination = OUTPUT / f"{source.stem}-{config.method}.safetensors"
+    device = "cuda" if torch.cuda.is_available() else None
+    report = convert_file(source, destination, config, compute_device=device, measure=True)
+
+    float_file, quantized_file = open_checkpoint(source), open_checkpoint(destination)
+    table = Table(title=f"{source.name}, quantized with {config.method}", box=box.SIMPLE)
+    table.add_column("layer", overflow="fold")
+    for title in ("bytes before", "bytes after", "weight error", "output error"):
+        table.add_column(title, justify="right", no_wrap=True)
+    torch.manual_seed(0)
+    for row in report.quantized:
+        weight = float_file.read(f"{row.name}.weight").float()
+        own = {key: quantized_file.read(key) for key in quantized_file.tensors if key.startswith(f"{row.name}.")}
+        own.pop(f"{row.name}.bias", None)
+        state = config.unflatten_state_dict(own, quantized_file.metadata)
+        linear = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+        layer = config.build_quantized_shell(linear, torch.float32, layer_name=row.name)
+        layer.load_state_dict({key.removeprefix(f"{row.name}."): value for key, value in state.items()}, assign=True)
+        x = torch.randn(64, weight.shape[1])
+        error = relative_error(torch.nn.functional.linear(x, weight), layer(x))
+        cells = (f"{row.bytes_before:,}", f"{row.bytes_after:,}", f"{row.relative_error:.2%}", f"{error:.2%}")
+        table.add_row(row.name, *cells)
+    console.print(table)
+    kept = [row for row in report.rows if not row.method]
+    for reason in dict.fromkeys(row.reason for row in kept):
+        names = [row.name for row in kept if row.reason == reason]
+        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        console.print(f"Kept ({reason}): {shown}", markup=False)
+    console.print(
+        f"{len(report.quantized)} of {len(report.rows)} weights quantized and read back; the file went from "
+        f"{report.bytes_before:,} to {report.bytes_after:,} bytes."
+    )
+    console.print(f"File: {destination.absolute()}", soft_wrap=True)
 
 
 def main(argv: list[str]) -> int:
@@ -189,24 +226,29 @@ def main(argv: list[str]) -> int:
         action="append",
         help=f"default: {DEFAULT_METHOD}; given several times: compare them; all: compare every method",
     )
+    parser.add_argument("--target", action="append", metavar="LAYER", help="with FILE: quantize exactly these layers")
+    parser.add_argument("--exclude", action="append", metavar="LAYER", help="with FILE: keep these layers as they are")
     arguments = parser.parse_args(argv)
     methods = arguments.method or [DEFAULT_METHOD]
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     if not sys.stdout.isatty():
         os.environ.setdefault("COLUMNS", "120")  # rich would assume 80 and break the tables.
     console = Console()
-    texts = read_texts()
-    if arguments.file is not None:
-        return max(convert(arguments.file, method) for method in methods)
     if methods == ["all"]:
         load_all_backends()
         methods = sorted(QUANT_METHODS)
-    if len(methods) > 1:
-        return 0 if compare(methods, texts, console) else 1
     try:
+        if arguments.file is not None:
+            for method in methods:
+                config = QuantizeConfig(method, target_modules=arguments.target, exclude_modules=arguments.exclude)
+                convert(arguments.file, config, console)
+            return 0
+        texts = read_texts()
+        if len(methods) > 1:
+            return 0 if compare(methods, texts, console) else 1
         result = run_method(methods[0], texts)
-    except (ImportError, ValueError, QuantizationError) as error:
-        console.print(f"demo: {error}", markup=False, soft_wrap=True)
+    except (ImportError, ValueError, OSError, QuantizationError) as error:
+        console.print(f"error: {error}", markup=False, soft_wrap=True)
         return 1
     show(result, texts, console)
     return 0 if result.reload_equal else 1

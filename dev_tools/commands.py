@@ -28,6 +28,9 @@ usage: python dev.py [--recreate] COMMAND [arguments]
 def demo(arguments: list[str], recreate: bool) -> int:
     """Run the demo in .venv, in the user's current folder."""
     python = prepare(recreate=recreate).python
+    file = next((a for a in arguments if a.endswith(".safetensors")), None)
+    if file is not None and not Path(file).exists():
+        raise DevError(f"{file} does not exist")  # said here, before torch is imported
     return run([python, ROOT / "demo" / "run.py", *arguments])
 
 
@@ -52,6 +55,8 @@ def comfyui(arguments: list[str], recreate: bool) -> int:
     if not {"--cpu", "--directml"} & set(arguments) and not _has_accelerator(found.python):
         print("dev.py: its torch sees no accelerator, adding --cpu", flush=True)
         arguments = ["--cpu", *arguments]
+    if {"-h", "--help"} & set(arguments):
+        return run([found.python, found.folder / "main.py", *arguments], cwd=found.folder)
     with linked_pack(found.folder, ROOT) as place:
         print(f"dev.py: starting {found.folder} with this pack as {place}", flush=True)
         return run([found.python, found.folder / "main.py", *arguments], cwd=found.folder)

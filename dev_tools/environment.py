@@ -157,7 +157,7 @@ class PipError(DevError):
 def _pip(environment: Environment, arguments: list[str]) -> None:
     command = [str(environment.python), "-m", "pip", "install", "--no-input", "--disable-pip-version-check"]
     names = [re.split(r"[=;]", a)[0] for a in arguments if not a.startswith("-")]
-    print(f"dev.py: installing {', '.join(Path(n).name for n in names)}", flush=True)
+    print(f"dev.py: installing {', '.join(dict.fromkeys(names))}", flush=True)
     lines = []
     log = environment.folder / LOG
     with (

@@ -7,15 +7,16 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 
 import torch
 
 from . import backends
+from .checkpoint.formats import stored_layers
 from .checkpoint.hashing import structure_hash
 from .checkpoint.manifest import read_manifest
 from .checkpoint.reader import open_checkpoint
-from .checkpoint.recognize import recognize_layers
 from .config import QuantizeConfig
 from .convert import ConversionReport, Progress, convert_file
 from .errors import CheckpointError, QuantizationError
@@ -30,6 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
     options = _parser().parse_args(arguments)
     try:
+        for module in options.modules:
+            import_module(module)
         return options.run(options)
     except (CheckpointError, QuantizationError, ValueError, ImportError, NotImplementedError, OSError) as error:
         _fail(options, error)
@@ -50,6 +53,14 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m quant_core", description="Quantize checkpoints of diffusion models."
     )
     parser.add_argument("--version", action="version", version=f"quant_core {__version__}")
+    parser.add_argument(
+        "--import",
+        dest="modules",
+        action="append",
+        default=[],
+        metavar="MODULE",
+        help="first import a module that registers methods of your own (repeatable); found as `python -m` finds it",
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     quantize = commands.add_parser("quantize", help="quantize a checkpoint file to file")
@@ -215,7 +226,7 @@ def _method_rows() -> list[dict[str, str]]:
             support = make_backend(name).support(device)
             runs, note = support.kind, support.reason
         except (ImportError, RuntimeError) as error:
-            runs, note = "refused", str(error)
+            runs, note = "not here", str(error)
         rows.append({"method": name, "backend": spec.backend, "label": spec.label, "runs": runs, "note": note})
     return rows
 
@@ -225,15 +236,22 @@ def _methods(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(rows))
         return EXIT_OK
+    from rich import box
     from rich.console import Console
     from rich.table import Table
 
-    table = Table()
-    for column in ("method", "what", "runs here", "note"):
-        table.add_column(column, overflow="fold")
+    table = Table(box=box.SIMPLE)
+    table.add_column("method", no_wrap=True)
+    table.add_column("runs here", no_wrap=True)
+    table.add_column("what")
     for row in rows:
-        table.add_row(row["method"], row["label"], row["runs"], row["note"])
-    Console().print(table)
+        table.add_row(row["method"], row["runs"], row["note"] if row["runs"] == "not here" else row["label"])
+    console = Console()
+    console.print(table)
+    console.print(
+        "native: the library has a kernel for it here. emulated: the same file and weights, dequantized and "
+        "multiplied in float; --json says why."
+    )
     return EXIT_OK
 
 
@@ -264,7 +282,10 @@ def inspect_file(path: str) -> dict[str, Any]:
         layers = [{"method": m, "layers": names} for m, names in zip(methods, manifest.layers, strict=True)]
     else:
         recipe = None
-        layers = [{"method": m, "layers": names} for (m, _), names in recognize_layers(checkpoint).items()]
+        groups: dict[str, list[str]] = {}
+        for layer in stored_layers(checkpoint).values():
+            groups.setdefault(layer.method or f"{layer.family} {layer.format}", []).append(layer.name)
+        layers = [{"method": m, "layers": names} for m, names in groups.items()]
     dtypes: dict[str, int] = {}
     for info in checkpoint.tensors.values():
         name = str(info.dtype).removeprefix("torch.")

@@ -81,11 +81,12 @@ def find_method(name: str) -> QuantMethodSpec:
         backends.load_backend_of_method(name)
     if name not in QUANT_METHODS:
         backends.load_all_backends()
-        near = difflib.get_close_matches(name, QUANT_METHODS, n=1, cutoff=0.5)
+        near = difflib.get_close_matches(name, QUANT_METHODS, n=1, cutoff=0.7)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise ValueError(
-            f"unknown quantization method {name!r}.{hint} Known methods: {', '.join(sorted(QUANT_METHODS))}. "
-            "A method of your own must be registered before it is used: import the module that registers it."
+            f"unknown quantization method {name!r}.{hint} A method of your own must be registered before it is used: "
+            "import the module that registers it (--import MODULE on the command line). "
+            f"Known methods: {', '.join(sorted(QUANT_METHODS))}"
         )
     return QUANT_METHODS[name]
 

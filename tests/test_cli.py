@@ -245,7 +245,7 @@ def test_methods_lists_all(run, source):
     rows = json.loads(run("methods", "--json").stdout)
     rows = [r for r in rows if r["backend"] in ("bitsandbytes", "torchao", "comfy_kitchen")]  # others' tests add theirs
     assert len(rows) == 19
-    assert {r["runs"] for r in rows} <= {"native", "emulated", "refused"}
+    assert {r["runs"] for r in rows} <= {"native", "emulated", "not here"}
     assert all(r["note"] for r in rows if r["runs"] != "native")
     assert "bitsandbytes_nf4" in run("methods").stdout.replace("\n", "")
 
@@ -267,6 +267,14 @@ def test_describe(run):
     ):
         assert line in out.splitlines()
     assert json.loads(run("describe", INT8, "--json").stdout)["pinned"] == {"format": "'int8_tensorwise'"}
+
+
+def test_method_of_ones_own(run, source, tmp_path):
+    out = tmp_path / "int9.safetensors"
+    run("--import", "toy_int9", "quantize", source, out, "--method", "toy_int9_w9a16")
+    assert json.loads(run("inspect", out, "--json").stdout)["recipe"] == {"method": "toy_int9_w9a16"}
+    failed = run("--import", "no_such_module", "methods", code=1)
+    assert "No module named 'no_such_module'" in failed.stderr
 
 
 @pytest.mark.parametrize("manifest", [True, False])

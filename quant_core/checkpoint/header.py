@@ -72,8 +72,12 @@ class Header:
     metadata: dict[str, str]
 
 
-def read_header(path: str | os.PathLike[str]) -> Header:
+def read_header(path: str | os.PathLike[str], *, trailing_bytes: bool = False) -> Header:
     """Read and check the header of ``path``.
+
+    Args:
+        path: the file.
+        trailing_bytes: accept bytes behind the last tensor, which the format forbids.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -89,12 +93,13 @@ def read_header(path: str | os.PathLike[str]) -> Header:
         length = int.from_bytes(prefix, "little")
         if length > MAX_HEADER_BYTES or length > size - 8:
             raise CheckpointError(
-                f"{path}: the header claims {length} bytes, the file has {size}: truncated, or not a safetensors file"
+                f"{path} is not a safetensors file, or was cut off: its header would take {length} bytes, "
+                f"the file has {size}"
             )
         raw = file.read(length)
     header = _parse(path, raw)
     metadata = _check_metadata(path, header.pop("__metadata__", {}))
-    return Header(path, _check_tensors(path, header, 8 + length, size), metadata)
+    return Header(path, _check_tensors(path, header, 8 + length, size, trailing_bytes), metadata)
 
 
 def _check_magic(path: Path, prefix: bytes, size: int) -> None:
@@ -137,7 +142,9 @@ def _check_metadata(path: Path, metadata: Any) -> dict[str, str]:
     return metadata
 
 
-def _check_tensors(path: Path, header: Mapping[str, Any], base: int, size: int) -> dict[str, TensorInfo]:
+def _check_tensors(
+    path: Path, header: Mapping[str, Any], base: int, size: int, trailing_bytes: bool
+) -> dict[str, TensorInfo]:
     tensors = {name: _check_tensor(path, name, entry, base) for name, entry in header.items()}
     ordered = dict(sorted(tensors.items(), key=lambda item: (item[1].start, item[1].end)))
     position = base
@@ -146,7 +153,7 @@ def _check_tensors(path: Path, header: Mapping[str, Any], base: int, size: int) 
             problem = "overlaps the tensor before it" if info.start < position else "leaves a hole before it"
             raise CheckpointError(f"{path}: tensor {name!r} {problem} (starts at {info.start}, expected {position})")
         position = info.end
-    if position != size:
+    if position > size or (position < size and not trailing_bytes):
         what = "truncated" if position > size else "longer than its header says"
         raise CheckpointError(
             f"{path} is {what}: the tensors end at byte {position}, the file has {size}. Download or copy it again"

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.metadata
+import logging
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 from ...environment import library_version, require_library, version_numbers
@@ -22,6 +25,21 @@ def check_installed() -> None:
     require_library("torchao", MINIMUM, "a torchao method")
 
 
+@contextlib.contextmanager
+def _quiet_import() -> Iterator[None]:
+    """Hide what torchao logs while it is imported: that its CUDA kernels cannot load on a machine without CUDA, and a
+    deprecation in torch. Neither is anything that a user can act on."""
+    loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
 @functools.cache
 def load() -> SimpleNamespace:
     """Return torchao's names that the formats use, importing it on the first call.
@@ -31,15 +49,19 @@ def load() -> SimpleNamespace:
     """
     check_installed()
     try:
-        from torchao.float8.inference import Float8MMConfig
-        from torchao.prototype.mx_formats import inference_workflow as mx
-        from torchao.prototype.mx_formats.config import ScaleCalculationMode
-        from torchao.prototype.mx_formats.mx_tensor import MXTensor, QuantizeTensorToMXKwargs
-        from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, QuantizeTensorToNVFP4Kwargs
-        from torchao.quantization import Float8Tensor, Int4Tensor, Int8Tensor, MappingType, quant_api
-        from torchao.quantization.granularity import PerGroup, PerRow, PerTensor
-        from torchao.quantization.quantize_.common import KernelPreference
-        from torchao.quantization.quantize_.workflows import QuantizeTensorToFloat8Kwargs, QuantizeTensorToInt8Kwargs
+        with _quiet_import():
+            from torchao.float8.inference import Float8MMConfig
+            from torchao.prototype.mx_formats import inference_workflow as mx
+            from torchao.prototype.mx_formats.config import ScaleCalculationMode
+            from torchao.prototype.mx_formats.mx_tensor import MXTensor, QuantizeTensorToMXKwargs
+            from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, QuantizeTensorToNVFP4Kwargs
+            from torchao.quantization import Float8Tensor, Int4Tensor, Int8Tensor, MappingType, quant_api
+            from torchao.quantization.granularity import PerGroup, PerRow, PerTensor
+            from torchao.quantization.quantize_.common import KernelPreference
+            from torchao.quantization.quantize_.workflows import (
+                QuantizeTensorToFloat8Kwargs,
+                QuantizeTensorToInt8Kwargs,
+            )
     except ImportError as error:
         raise ImportError(f'torchao cannot be imported ({error}): pip install "torchao>={MINIMUM}"') from error
     return SimpleNamespace(
