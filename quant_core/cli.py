@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,10 +15,10 @@ from typing import Any
 import torch
 
 from . import backends
-from .checkpoint.formats import stored_layers
 from .checkpoint.hashing import structure_hash
 from .checkpoint.manifest import read_manifest
 from .checkpoint.reader import open_checkpoint
+from .checkpoint.recognize import recognize_layers
 from .config import QuantizeConfig
 from .convert import ConversionReport, Progress, convert_file
 from .errors import CheckpointError, QuantizationError
@@ -29,11 +31,20 @@ EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a layer's or file's name may not fit the terminal
     options = _parser().parse_args(arguments)
     try:
         for module in options.modules:
             import_module(module)
-        return options.run(options)
+        code = options.run(options)
+        sys.stdout.flush()  # a closed pipe shows here
+        return code
+    except BrokenPipeError:
+        # The reader, `head` for one, has what it wanted; the interpreter must not write to the pipe again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_OK
     except (CheckpointError, QuantizationError, ValueError, ImportError, NotImplementedError, OSError) as error:
         _fail(options, error)
         return EXIT_FAILED
@@ -221,6 +232,7 @@ def _method_rows() -> list[dict[str, str]]:
     backends.load_all_backends()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rows = []
+    runs: str
     for name, spec in sorted(QUANT_METHODS.items()):
         try:
             support = make_backend(name).support(device)
@@ -282,10 +294,7 @@ def inspect_file(path: str) -> dict[str, Any]:
         layers = [{"method": m, "layers": names} for m, names in zip(methods, manifest.layers, strict=True)]
     else:
         recipe = None
-        groups: dict[str, list[str]] = {}
-        for layer in stored_layers(checkpoint).values():
-            groups.setdefault(layer.method or f"{layer.family} {layer.format}", []).append(layer.name)
-        layers = [{"method": m, "layers": names} for m, names in groups.items()]
+        layers = [{"method": m, "layers": names} for (m, _), names in recognize_layers(checkpoint).items()]
     dtypes: dict[str, int] = {}
     for info in checkpoint.tensors.values():
         name = str(info.dtype).removeprefix("torch.")

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from . import measure, replace
-from .backend import QuantBackend
+from .backend import BackendConfig, QuantBackend
+from .errors import CheckpointError
 from .registry import make_backend
 from .sites import LinearSite, find_sites, name_matches, select_sites
 
@@ -206,7 +207,15 @@ class Recipe:
         """
         result: dict[str, Any] = {}
         for part, own in self._split_state_dict(state_dict):
-            result.update(part.backend.unflatten_state_dict(own, metadata or {}))
+            state = part.backend.unflatten_state_dict(own, metadata or {})
+            for key, value in state.items():
+                # A tensor subclass that reached a plain Linear would load there without a word.
+                if type(value) not in (torch.Tensor, nn.Parameter) and not part.matches(layer_of_key(key)):
+                    raise CheckpointError(
+                        f"layer {layer_of_key(key)!r} is quantized in the file, but the recipe leaves it out: "
+                        "load with the target_modules and exclude_modules that it was saved with"
+                    )
+            result.update(state)
         return result
 
     def _split_state_dict(self, state_dict: Mapping[str, Any]) -> list[tuple[QuantizeConfig, dict[str, Any]]]:
@@ -283,9 +292,16 @@ class QuantizeConfig(Recipe):
         _check_names(owner, "exclude_modules", self.exclude_modules)
         if self.target_modules is not None and not self.target_modules:
             raise ValueError(f"{owner}: target_modules is empty, nothing would be quantized; None means all layers")
-        if self.backend_config_kwargs is None:
-            self.backend_config_kwargs = {}
-        self.backend: QuantBackend = make_backend(self.method, self.backend_config_kwargs)
+        if not isinstance(self.load_prequantized, bool):
+            raise ValueError(f"{owner}: load_prequantized must be True or False, got {self.load_prequantized!r}")
+        options = self.backend_config_kwargs if self.backend_config_kwargs is not None else {}
+        if not isinstance(options, Mapping):
+            raise ValueError(f"{owner}: backend_config_kwargs must map option names to values, got {options!r}")
+        self.backend: QuantBackend = make_backend(self.method, options)
+        # What is stored is what applies: a config may have adjusted a value.
+        config = self.backend.config
+        adjusted = isinstance(config, BackendConfig)
+        self.backend_config_kwargs = {k: getattr(config, k) if adjusted else v for k, v in options.items()}
 
     def parts(self) -> list[QuantizeConfig]:
         return [self]

@@ -22,12 +22,12 @@ from .checkpoint.header import TensorInfo
 from .checkpoint.manifest import make_manifest, read_manifest
 from .checkpoint.reader import Checkpoint, open_checkpoint
 from .checkpoint.recognize import recognize_layers
-from .checkpoint.writer import CheckpointWriter
+from .checkpoint.writer import CheckpointWriter, writable_file
 from .config import QuantizeConfig
 from .constraints import violations
 from .errors import CheckpointError, QuantizationError
 from .measure import relative_error
-from .replace import check_device
+from .replace import check_device, unquantizable_values
 from .selection import Decision, choose_layers, layer_weights, read_by_detection
 from .sites import FLOAT_WEIGHTS, name_matches
 
@@ -218,11 +218,9 @@ def _convert_layer(
     measure: bool,
 ) -> float | None:
     weight = checkpoint.read(layer + ".weight")
-    low, high = torch.aminmax(weight)
-    if not bool(torch.isfinite(low) & torch.isfinite(high)):
-        raise QuantizationError(
-            f"{checkpoint.path}: layer {layer!r} holds NaN or infinity; exclude it, or repair the file"
-        )
+    problem = unquantizable_values(weight)
+    if problem:
+        raise QuantizationError(f"{checkpoint.path}: layer {layer!r} {problem}; exclude it, or repair the file")
     linear = _linear(weight)
     try:
         quantized = config.backend.create_quantized_linear(linear, device, None)
@@ -295,8 +293,7 @@ def _rows(
 
 
 def _check_destination(checkpoint: Checkpoint, destination: Path) -> None:
-    if destination.is_dir():
-        raise ValueError(f"{destination} is a folder; name the file to write, e.g. {destination / 'model.safetensors'}")
+    destination = writable_file(destination)
     if destination.exists() and any(file.samefile(destination) for file in checkpoint.files):
         raise ValueError(f"{destination} is the source itself; write to another name")
 
@@ -316,4 +313,4 @@ def _check_space(destination: Path, needed: int) -> None:
         folder = folder.parent
     free = shutil.disk_usage(folder).free
     if free < needed:
-        raise OSError(28, f"the file needs {needed / 2**30:.2f} GiB, {folder} has {free / 2**30:.2f} GiB free")
+        raise OSError(28, f"{destination} needs {needed:,} bytes, {folder} has {free:,} bytes free")

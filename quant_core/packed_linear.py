@@ -23,6 +23,13 @@ from torch import nn
 _COMPUTE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
+def saturate(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a decoded float32 weight in ``dtype``; rounding up never makes an infinity of float16's largest values."""
+    if dtype == torch.float16:
+        weight = weight.clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max)
+    return weight.to(dtype)
+
+
 class _FrozenWeightLinear(torch.autograd.Function):
     """``linear`` whose weight is a frozen quantized one: the gradient of the input is ``grad @ W``.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,8 @@ _HOOK_DICTS = (
     "_backward_hooks",
     "_backward_pre_hooks",
 )
+
+LARGEST_WEIGHT = 1e30
 
 _announced_support: set[str] = set()
 
@@ -76,14 +79,17 @@ def quantize_layers(
 
 
 def _quantize_one(site: LinearSite, part: QuantizeConfig, compute_device: Any, model_device: Any) -> nn.Module:
-    low, high = torch.aminmax(site.module.weight.detach())
-    if not bool(torch.isfinite(low) & torch.isfinite(high)):
+    problem = unquantizable_values(site.module.weight.detach())
+    if problem:
         raise QuantizationError(
-            f"layer {site.name!r}: the weight holds NaN or infinity, nothing can be quantized from it. "
+            f"layer {site.name!r}: the weight {problem}, nothing can be quantized from it. "
             "Check the source file, or leave the layer in float with exclude_modules"
         )
     try:
-        return part.backend.create_quantized_linear(site.module, compute_device, model_device)
+        quantized = part.backend.create_quantized_linear(site.module, compute_device, model_device)
+        if not isinstance(quantized, nn.Module):
+            raise TypeError(f"backend {part.backend.name!r} made {quantized!r} of it, not a module")
+        return quantized
     except Exception as error:
         shape = list(site.module.weight.shape)
         raise QuantizationError(
@@ -91,6 +97,17 @@ def _quantize_one(site: LinearSite, part: QuantizeConfig, compute_device: Any, m
             "The model is unchanged unless keep_originals=False was passed; "
             "exclude the layer with exclude_modules, or use another method for it"
         ) from error
+
+
+def unquantizable_values(weight: torch.Tensor) -> str:
+    """Say why nothing can be quantized from a weight's values, empty when it can.
+
+    Every format's arithmetic multiplies by reciprocals of scales in float32, which overflow from about 1e37.
+    """
+    largest = torch.stack(torch.aminmax(weight)).abs().max().item()
+    if not math.isfinite(largest):
+        return "holds NaN or infinity"
+    return f"holds values up to {largest:.3g}, beyond {LARGEST_WEIGHT:g}" if largest > LARGEST_WEIGHT else ""
 
 
 def install_shells(model: nn.Module, assignment: Assignment, compute_dtype: torch.dtype | None) -> list[str]:
@@ -184,9 +201,12 @@ def check_device(title: str, device: torch.device | str | None) -> None:
     if device is None:
         return
     try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise ValueError(f"{title} {str(device)!r} is not available here: {error}") from error
+        found = torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, ImportError) as error:  # NotImplementedError is a RuntimeError
+        reason = str(error).strip().partition("\n")[0][:120]
+        raise ValueError(f"{title} {str(device)!r} is not available here: {reason}") from error
+    if found.is_meta:
+        raise ValueError(f"{title} 'meta' holds no values; name a device that computes")
 
 
 def _announce(assignment: Assignment, device: torch.device | str | None) -> None:

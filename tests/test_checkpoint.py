@@ -62,6 +62,9 @@ def entry(dtype="U8", shape=(4,), offsets=(0, 4)):
         ({"a": entry()}, b"12345", "longer than its header says"),
         ({"a": {"dtype": "U8"}}, b"", "lacks dtype, shape or data_offsets"),
         ({"a": [1]}, b"", "lacks dtype, shape or data_offsets"),
+        ({"a": {"dtype": [], "shape": [4], "data_offsets": [0, 4]}}, b"1234", "unknown dtype"),
+        (b'{"a":' + b"9" * 5000 + b"}", b"", "header is not JSON"),
+        (b'{"\\ud800":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}', b"x", "is not Unicode text"),
         ({"__metadata__": {"a": 1}}, b"", "must map strings to strings"),
     ],
 )
@@ -83,6 +86,32 @@ def test_header_bomb_costs_nothing(tmp_path, length):
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 1_000_000
+
+
+def test_many_names_and_one_twice_are_found_at_once(tmp_path):
+    import time
+
+    names = [f"n{i}" for i in range(200_000)]
+    raw = ("{" + ",".join(f'"{name}":0' for name in [*names, names[-1]]) + "}").encode()
+    started = time.monotonic()
+    with pytest.raises(CheckpointError, match="names 'n199999' twice"):
+        read_header(write_raw(tmp_path / "x.safetensors", raw))
+    assert time.monotonic() - started < 20  # quadratic, it takes the better part of an hour
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no named pipes in folders")
+def test_pipes_are_neither_read_nor_replaced(tmp_path):
+    pipe = tmp_path / "pipe.safetensors"
+    os.mkfifo(pipe)
+    with pytest.raises(CheckpointError, match="is a pipe or a device"):
+        read_header(pipe)
+    model = tiny_model()
+    config = QuantizeConfig(method=METHOD)
+    config.quantize_model(model)
+    with pytest.raises(CheckpointError, match="a device or a pipe, not a file"):
+        save_quantized_model(model, config, pipe)
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+    assert list(tmp_path.iterdir()) == [pipe]
 
 
 @pytest.mark.parametrize(
@@ -161,11 +190,23 @@ def test_index_tricks(tmp_path, overrides, message):
         checkpoint.open_checkpoint(sharded(tmp_path, **overrides))
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": [1]}}', "\x00"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        '{"weight_map": {}}',
+        '{"weight_map": ' + "9" * 5000 + "}",
+        "{}",
+        '{"weight_map": 3}',
+        '{"weight_map": {"a": [1]}}',
+        "\x00",
+    ],
+)
 def test_index_that_is_none(tmp_path, text):
     path = tmp_path / "model.safetensors.index.json"
     path.write_text(text)
-    with pytest.raises(CheckpointError, match="not a safetensors index|not the name of a file"):
+    with pytest.raises(CheckpointError, match="not a safetensors index|not the name of a file|lists no tensor"):
         checkpoint.open_checkpoint(path)
 
 
@@ -229,6 +270,30 @@ def test_same_model_same_bytes(saved, tmp_path):
     model, config, path, _ = saved
     save_quantized_model(model, config, tmp_path / "again.safetensors")
     assert (tmp_path / "again.safetensors").read_bytes() == path.read_bytes()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="links need a privilege on Windows")
+def test_saving_through_a_link_writes_its_target(saved, tmp_path):
+    model, config, path, _ = saved
+    link = tmp_path / "link.safetensors"
+    link.symlink_to(path)
+    path.write_bytes(b"old")
+    save_quantized_model(model, config, link)
+    assert link.is_symlink()
+    load_quantized_model(tiny_model(), path)
+
+
+def test_saving_below_a_file(saved):
+    model, config, path, _ = saved
+    with pytest.raises(CheckpointError, match="is a file, not a folder"):
+        save_quantized_model(model, config, path / "x.safetensors")
+    with pytest.raises(CheckpointError, match="is a folder; name the file"):
+        save_quantized_model(model, config, path.parent)
+
+
+def test_longest_file_name(saved, tmp_path):
+    model, config, _, _ = saved
+    save_quantized_model(model, config, tmp_path / ("n" * 243 + ".safetensors"))
 
 
 def test_failed_save_keeps_the_old_file(saved, monkeypatch):
@@ -333,6 +398,18 @@ def unknown_method(tensors, metadata):
     metadata["quant_core"] = metadata["quant_core"].replace(METHOD, "toy_int7_w7a16")
 
 
+def recipe_without_method(tensors, metadata):
+    metadata["quant_core"] = json.dumps({**json.loads(metadata["quant_core"]), "recipe": {}})
+
+
+def recipe_of_wrong_type(tensors, metadata):
+    metadata["quant_core"] = json.dumps({**json.loads(metadata["quant_core"]), "recipe": {"configs": 5}})
+
+
+def missing_layers(tensors, metadata):
+    metadata["quant_core"] = json.dumps({**json.loads(metadata["quant_core"]), "layers": []})
+
+
 def no_checksums(change):
     def both(tensors, metadata):
         change(tensors, metadata)
@@ -354,7 +431,13 @@ def no_checksums(change):
         (unknown_layer, "'blocks.9.down' is quantized in the file, but the model has no Linear of that name"),
         (newer_manifest, "in a newer form than this"),
         (broken_manifest, "'quant_core' is not JSON"),
-        (unknown_method, "unknown quantization method 'toy_int7_w7a16'"),
+        (
+            unknown_method,
+            "model.safetensors: the recipe in the file cannot be used: unknown quantization method 'toy_int7",
+        ),
+        (recipe_without_method, "the manifest's recipe names no method"),
+        (recipe_of_wrong_type, "the manifest's recipe names no method"),
+        (missing_layers, "lists 0 groups of layers for 1 configs"),
     ],
 )
 def test_files_that_do_not_fit_leave_the_model_alone(saved, change, message):

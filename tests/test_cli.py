@@ -1,6 +1,7 @@
 """The command line, and the converter under it."""
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -190,6 +191,18 @@ def test_errors_are_one_line_and_exit_1(run, source, tmp_path):
     assert not out.exists()
     failure = json.loads(run("quantize", text, out, "--method", INT8, "--json", code=1).stdout)
     assert failure["type"] == "CheckpointError"
+
+
+def test_names_that_the_terminal_cannot_print_and_closed_pipes(source, tmp_path):
+    out = tmp_path / "\u00f6ut \u6a21.safetensors"
+    command = [sys.executable, "-m", "quant_core"]
+    ascii_only = {**os.environ, "PYTHONIOENCODING": "ascii", "LC_ALL": "C", "PYTHONUTF8": "0"}
+    done = subprocess.run([*command, "quantize", source, out, "--method", INT8], capture_output=True, env=ascii_only)
+    assert (done.returncode, out.exists()) == (0, True), done.stderr
+    process = subprocess.Popen([*command, "methods", "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    assert process.wait() == 0
 
 
 def test_wrong_usage_exits_2(run, source):

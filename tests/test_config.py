@@ -36,7 +36,8 @@ def quantized_names(model):
 
 def test_unknown_method_names_the_nearest():
     with pytest.raises(
-        ValueError, match=r"unknown quantization method 'bitsandbytes_nf5'.*Did you mean 'bitsandbytes_nf4'.*--import MODULE"
+        ValueError,
+        match=r"unknown quantization method 'bitsandbytes_nf5'.*Did you mean 'bitsandbytes_nf4'.*--import MODULE",
     ):
         QuantizeConfig(method="bitsandbytes_nf5")
 
@@ -66,6 +67,9 @@ def test_pinned_option_is_refused():
         ({"target_modules": "fc1"}, "must be a list of layer names"),
         ({"exclude_modules": [3]}, "not a layer name"),
         ({"exclude_modules": [""]}, "not a layer name"),
+        ({"load_prequantized": "false"}, "load_prequantized must be True or False"),
+        ({"backend_config_kwargs": 5}, "must map option names to values"),
+        ({"backend_config_kwargs": "abc"}, "must map option names to values"),
     ],
 )
 def test_bad_fields(kwargs, message):
@@ -160,6 +164,15 @@ def test_non_finite_weight_is_refused_and_nothing_changes(value):
     assert quantized_names(model) == []
 
 
+@pytest.mark.parametrize("value", [5e37, 3e38, 1e300])
+def test_weights_beyond_the_arithmetic_are_refused(value):
+    model = tiny_model(torch.float64)
+    with torch.no_grad():
+        model.head.weight[0, 0] = value
+    with pytest.raises(QuantizationError, match=r"'head': the weight holds values up to .*, beyond 1e\+30"):
+        config().quantize_model(model)
+
+
 def test_weights_on_meta():
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(8, 8))
@@ -167,9 +180,13 @@ def test_weights_on_meta():
         config().quantize_model(model)
 
 
-def test_unavailable_device():
-    with pytest.raises(ValueError, match="compute_device 'xpu' is not available here"):
-        config().quantize_model(tiny_model(), compute_device="xpu")
+@pytest.mark.parametrize("device", ["xpu", "mps", "hpu", "meta"])
+def test_unavailable_device(device):
+    with pytest.raises(
+        ValueError, match=f"compute_device '{device}' (is not available here|holds no values)"
+    ) as caught:
+        config().quantize_model(tiny_model(), compute_device=device)
+    assert len(str(caught.value)) < 250
 
 
 # ---------------------------------------------------------------- special Linears
@@ -282,6 +299,40 @@ def test_failure_midway_restores_every_layer():
     ):
         failing.quantize_model(model)
     assert {name: id(module) for name, module in model.named_modules()} == before
+
+
+def test_a_backend_that_makes_nothing_is_named():
+    @register_quant_backend("empty")
+    class EmptyBackend(QuantBackend):
+        def create_quantized_linear(self, linear, compute_device=None, model_device=None):
+            pass
+
+    register_quant_method("empty_w8a16", "empty", dict)
+    with pytest.raises(QuantizationError, match=r"layer 'proj_in'.*backend 'empty' made None of it, not a module"):
+        QuantizeConfig(method="empty_w8a16").quantize_model(tiny_model())
+
+
+def test_stored_recipe_holds_what_applies():
+    adjusted = QuantizeConfig(method="comfy_kitchen_int8_w8a8", backend_config_kwargs={"convrot_groupsize": 128})
+    assert adjusted.to_dict()["backend_config_kwargs"] == {"convrot_groupsize": 64}
+
+
+def test_environment_is_announced_once_a_process():
+    import subprocess
+    import sys
+
+    code = (
+        "import logging; logging.basicConfig(level=logging.INFO, format='%(message)s')\n"
+        "import torch; from quant_core import QuantizeConfig, announce_environment\n"
+        "announce_environment(); announce_environment()\n"
+        "for _ in range(2):\n"
+        "    QuantizeConfig(method='bitsandbytes_nf4').quantize_model(torch.nn.Sequential(torch.nn.Linear(64, 64)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr.count("quant_core: torch") == 1
+    assert done.stderr.count("Quantization backend bitsandbytes") == 1
+    assert "github.com/bitsandbytes-foundation/bitsandbytes" in done.stderr
+    assert done.stderr.count("bitsandbytes_nf4 runs emulated on cpu") == 1
 
 
 def test_interrupt_midway_restores_every_layer_and_passes_through():

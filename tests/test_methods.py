@@ -331,6 +331,37 @@ def a_float_file_is_refused(method, tmp_path):
         loaded.load_state_dict(config.unflatten_state_dict(tiny_model().state_dict(), {}), assign=True)
 
 
+def large_values_stay_finite(method, tmp_path):
+    """The largest float16 weights, small ones, and activations whose sums pass the largest float16 halfway."""
+    for scale in (65504.0, 1e-3, 1e-5):
+        model = torch.nn.Sequential(torch.nn.Linear(256, 256, bias=False)).half()
+        with torch.no_grad():
+            model[0].weight.copy_((torch.rand(256, 256) * 2 - 1) * scale)
+            model[0].weight[0, 0] = scale
+        weight = model[0].weight.detach().double()
+        config = QuantizeConfig(method=method)
+        config.quantize_model(model)
+        restored = model[0].dequantize_weight(torch.float16)
+        assert bool(torch.isfinite(restored).all()), scale
+        assert relative_error(weight, restored) < 2 * METHODS[method].error, scale
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(1024, 256)).half()
+    x = (torch.randn(8, 1024) * 50).half()
+    reference = model(x).double()
+    QuantizeConfig(method=method).quantize_model(model)
+    with torch.no_grad():
+        assert relative_error(reference, model(x)) < 3 * METHODS[method].error
+
+
+def another_exclude_list_is_refused(method, tmp_path):
+    tensors, metadata = recipe(method).flatten_state_dict(quantized(method).state_dict())
+    config = QuantizeConfig(method=method, exclude_modules=[*EXCLUDE, "1.down"], load_prequantized=True)
+    loaded = tiny_model()
+    config.prepare_for_prequantized_load(loaded)
+    with pytest.raises((ValueError, RuntimeError), match="blocks.1.down"):
+        loaded.load_state_dict(config.unflatten_state_dict(tensors, metadata), assign=True)
+
+
 PROMISES = [
     runs_as_expected,
     weight_error_is_the_formats,
@@ -349,6 +380,8 @@ PROMISES = [
     contract_check_passes,
     mixes_with_every_other_backend,
     a_float_file_is_refused,
+    large_values_stay_finite,
+    another_exclude_list_is_refused,
 ]
 
 

@@ -84,8 +84,9 @@ def read_header(path: str | os.PathLike[str], *, trailing_bytes: bool = False) -
         CheckpointError: it is not a safetensors file, is truncated, or its header breaks a rule of the format.
     """
     path = Path(path)
-    if path.is_dir():
-        raise CheckpointError(f"{path} is a folder, expected a safetensors file")
+    if not path.is_file() and path.exists():
+        what = "a folder" if path.is_dir() else "a pipe or a device"
+        raise CheckpointError(f"{path} is {what}, expected a safetensors file")
     size = path.stat().st_size
     with open(path, "rb") as file:
         prefix = file.read(8)
@@ -122,14 +123,16 @@ def _parse(path: Path, raw: bytes) -> dict[str, Any]:
     def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(pairs)
         if len(result) != len(pairs):
-            names = [key for key, _ in pairs]
-            twice = next(key for key in names if names.count(key) > 1)
+            seen: set[str] = set()
+            twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
             raise CheckpointError(f"{path}: the header names {twice!r} twice")
         return result
 
     try:
         header = json.loads(raw.decode("utf-8"), object_pairs_hook=no_duplicates)
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except CheckpointError:
+        raise
+    except (ValueError, RecursionError) as error:  # ValueError: not UTF-8, not JSON, a number of 5000 digits
         raise CheckpointError(f"{path} is not a safetensors file: its header is not JSON ({error})") from error
     if not isinstance(header, dict):
         raise CheckpointError(f"{path}: the header is a JSON {type(header).__name__}, expected an object")
@@ -165,7 +168,9 @@ def _check_tensor(path: Path, name: str, entry: Any, base: int) -> TensorInfo:
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
         raise CheckpointError(f"{path}: tensor {name!r} lacks dtype, shape or data_offsets")
     code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if code not in DTYPES:
+    if any("\ud800" <= character <= "\udfff" for character in name):
+        raise CheckpointError(f"{path}: the tensor name {name!a} is not Unicode text")
+    if not isinstance(code, str) or code not in DTYPES:
         raise CheckpointError(f"{path}: tensor {name!r} has the unknown dtype {code!r}; known: {', '.join(DTYPES)}")
     if not isinstance(shape, list) or not all(_is_size(s) for s in shape):
         raise CheckpointError(f"{path}: tensor {name!r} has the impossible shape {shape!r}")

@@ -54,7 +54,7 @@ def read_manifest(path: Path, metadata: Mapping[str, str]) -> Manifest | None:
         return None
     try:
         data = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: the metadata entry {METADATA_KEY!r} is not JSON ({error})") from error
     if not isinstance(data, dict) or not isinstance(data.get("manifest"), int):
         raise CheckpointError(f"{path}: the metadata entry {METADATA_KEY!r} is not a manifest of quant_core")
@@ -72,4 +72,9 @@ def read_manifest(path: Path, metadata: Mapping[str, str]) -> Manifest | None:
         and all(isinstance(v, str) for v in checksums.values())
     ):
         raise CheckpointError(f"{path}: the manifest's recipe, layers or checksums have the wrong form")
+    parts = recipe.get("configs", [recipe])
+    if not isinstance(parts, list) or not all(isinstance(p, dict) and isinstance(p.get("method"), str) for p in parts):
+        raise CheckpointError(f"{path}: the manifest's recipe names no method")
+    if len(parts) != len(layers):
+        raise CheckpointError(f"{path}: the manifest lists {len(layers)} groups of layers for {len(parts)} configs")
     return Manifest(str(data.get("version")), recipe, layers, checksums)

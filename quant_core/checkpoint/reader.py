@@ -100,8 +100,10 @@ def _open_index(path: Path) -> Checkpoint:
         index = json.loads(path.read_text(encoding="utf-8"))
         weight_map = index["weight_map"]
         shards = sorted(set(weight_map.values()))
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is not a safetensors index: it has no 'weight_map' object ({error})") from error
+    if not shards:
+        raise CheckpointError(f"{path}: the index lists no tensor")
     for shard in shards:
         # A shard is a file beside the index: no folders, no way out of it.
         if not isinstance(shard, str) or Path(shard).name != shard or "\\" in shard or shard in ("", ".", ".."):

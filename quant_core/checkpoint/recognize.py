@@ -85,7 +85,7 @@ def read_marker(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
 
 def _comfy_method(checkpoint: Checkpoint, layer: str, marker: Mapping[str, Any]) -> str:
     kind = marker.get("format")
-    if kind not in COMFY_FORMATS:
+    if not isinstance(kind, str) or kind not in COMFY_FORMATS:
         known = ", ".join(COMFY_FORMATS)
         raise CheckpointError(f"{checkpoint.path}: layer {layer!r} is marked with format {kind!r}; known: {known}")
     return COMFY_FORMATS[kind]
@@ -99,7 +99,7 @@ def _add_torchao(checkpoint: Checkpoint, add: Callable[..., None]) -> None:
         try:
             entry = json.loads(checkpoint.metadata[layer + ".weight"])
             method = _TORCHAO_METHODS[entry["_type"]](entry["_data"])
-        except (KeyError, TypeError, AttributeError, json.JSONDecodeError, RecursionError) as error:
+        except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
             raise CheckpointError(
                 f"{checkpoint.path}: layer {layer!r} holds torchao tensors, but the metadata does not describe them "
                 f"({type(error).__name__}: {error}); the file's header was lost, save it again with its metadata"

@@ -161,12 +161,10 @@ def _recipe_of(checkpoint: Checkpoint, manifest: Manifest | None, model: nn.Modu
     from ..config import MixedQuantizeConfig, QuantizeConfig, recipe_from_dict
 
     if manifest is not None:
-        recipe = recipe_from_dict(manifest.recipe, load_prequantized=True)
-        if len(manifest.layers) != len(recipe.parts()):
-            raise CheckpointError(
-                f"{checkpoint.path}: the manifest lists {len(manifest.layers)} groups of layers for "
-                f"{len(recipe.parts())} configs"
-            )
+        try:
+            recipe = recipe_from_dict(manifest.recipe, load_prequantized=True)
+        except ValueError as error:
+            raise CheckpointError(f"{checkpoint.path}: the recipe in the file cannot be used: {error}") from error
         return recipe, manifest.layers
     key = structure_hash({name: info.shape for name, info in checkpoint.tensors.items()})
     entry = next((e for e in MODEL_CONFIGS if e["model_hash"] == key), None)

@@ -44,7 +44,7 @@ class CheckpointWriter:
     def __init__(
         self, path: str | os.PathLike[str], layout: Layout, metadata: Mapping[str, str], manifest: dict | None
     ) -> None:
-        self.path = Path(path)
+        self.path = writable_file(path)
         self.layout = dict(layout)
         self.hash: FileHash | None = None
         self._metadata = dict(metadata)
@@ -53,7 +53,8 @@ class CheckpointWriter:
         head, self._spans = build_header(self.layout, self._with_manifest())
         self._head_length = len(head)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+        # Not made from the file's name: that may have the longest length already that the file system takes.
+        self._temporary = self.path.with_name(f".quantcore-{os.getpid()}-{secrets.token_hex(4)}.tmp")
         self._file = open(self._temporary, "xb")  # noqa: SIM115 -- closed in __exit__
         self._file.write(head)
 
@@ -119,6 +120,23 @@ class CheckpointWriter:
             structure_hash({n: shape for n, (_, shape) in self.layout.items()}),
             content_hash({n: (dtype, shape, self._digests[n]) for n, (dtype, shape) in self.layout.items()}),
         )
+
+
+def writable_file(path: str | os.PathLike[str]) -> Path:
+    """Return the file that ``path`` means, a link followed to its target.
+
+    Raises:
+        CheckpointError: something that is no regular file has the name: it would be replaced. Or the folder is none.
+    """
+    real = Path(os.path.realpath(path))
+    if real.is_dir():
+        raise CheckpointError(f"{path} is a folder; name the file to write, e.g. {real / 'model.safetensors'}")
+    if real.exists() and not real.is_file():
+        raise CheckpointError(f"{path} is a device or a pipe, not a file; write to another name")
+    ancestor = next(parent for parent in real.parents if parent.exists())
+    if not ancestor.is_dir():
+        raise CheckpointError(f"{path} cannot be written: {ancestor} is a file, not a folder")
+    return real
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:

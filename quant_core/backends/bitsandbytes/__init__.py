@@ -20,7 +20,7 @@ from torch import nn
 from ...backend import BackendConfig, QuantBackend, Support
 from ...constraints import Constraint
 from ...environment import require_library
-from ...packed_linear import PackedLinear
+from ...packed_linear import PackedLinear, saturate
 from ...registry import register_quant_backend, register_quant_method
 from .layout import (
     BLOCKSIZES,
@@ -173,10 +173,10 @@ class BitsAndBytesLinear(PackedLinear):
             code=self.weight_quant_map,
             blocksize=blocksize,
             quant_type=self.layout.quant_type,
-            dtype=dtype if dtype in FLOAT_DTYPES else torch.float32,
+            dtype=dtype if dtype == torch.bfloat16 else torch.float32,  # float16 would overflow, see saturate
         )
         flat = functional.dequantize_4bit(self.weight, quant_state=state).reshape(-1)
-        return flat[:elements].view(self.out_features, self.in_features).to(dtype)
+        return saturate(flat[:elements].view(self.out_features, self.in_features), dtype)
 
     def quantized_forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """``x @ W.T + bias``: the library's 4-bit kernels on CUDA, dequantize and matmul elsewhere.

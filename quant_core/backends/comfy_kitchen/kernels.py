@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ...backend import Support
+from ...packed_linear import saturate
 from .formats import FORMATS_BY_NAME, ComfyFormat
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -136,12 +137,13 @@ def decode(
 ) -> torch.Tensor:
     """Dequantize a layer's tensors to ``[out_features, in_features]`` in ``dtype``, bit-equal to comfy-kitchen.
 
-    ``scales`` come in the order of ``ComfyFormat.scale_keys``. float64 is decoded through float32.
+    ``scales`` come in the order of ``ComfyFormat.scale_keys``. float64 and float16 are decoded through float32:
+    comfy-kitchen's float16 arithmetic loses the scales of small weights, and overflows at large ones.
     """
     fmt = FORMATS_BY_NAME[format]
-    compute = dtype if dtype in _KERNEL_DTYPES else torch.float32
+    compute = dtype if dtype in (torch.bfloat16, torch.float32) else torch.float32
     params = _params(scales, codebook, fmt, (out_features, in_features), rotation, group_size, compute)
-    return layout_of(fmt).dequantize(weight.contiguous(), params).to(dtype)
+    return saturate(layout_of(fmt).dequantize(weight.contiguous(), params), dtype)
 
 
 @decode.register_fake

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ...packed_linear import PackedLinear
+from ...packed_linear import PackedLinear, saturate
 from .schemes import Scheme, source_dtype
 
 
@@ -60,7 +60,7 @@ class TorchAOLinear(PackedLinear):
 
     def dequantize_weight(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         weight_only = {k: None if k == "act_quant_kwargs" else v for k, v in self.attributes.items()}
-        return self.scheme.dequantize(self._assemble(weight_only)).to(dtype or self.compute_dtype)
+        return saturate(self.scheme.dequantize(self._assemble(weight_only)), dtype or self.compute_dtype)
 
     def quantized_forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         if self.scheme.obstacle(self.attributes, x.device, x.dtype) is not None:

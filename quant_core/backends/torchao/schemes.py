@@ -218,6 +218,9 @@ class Int8Scheme(_BlockScaled):
         return _inner(tensor, self.specs(weight.shape[0], weight.shape[1], {"block_size": tensor.block_size}))
 
     def obstacle(self, attributes: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> str | None:
+        if dtype == torch.float16:
+            # It multiplies by the codes, up to 127, and by the scale after: sums beyond 65504 become infinite.
+            return "torchao's int8 kernels overflow in float16"
         if not self.dynamic:
             return None
         if device.type not in ("cpu", "cuda"):
