@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import logging
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 
 from .constraints import Constraint
+from .errors import QuantizationError
 
 logger = logging.getLogger("quant_core")
 
@@ -100,6 +102,70 @@ class Support:
 
     kind: Literal["native", "emulated", "refused"]
     reason: str = ""
+
+
+LARGEST_WEIGHT = 1e30
+"""Every format's arithmetic multiplies by reciprocals of scales in float32, which overflow from about 1e37."""
+
+
+def range_problem(low: torch.Tensor, high: torch.Tensor) -> str:
+    """Say why nothing can be quantized from a weight with this smallest and largest element, empty when it can."""
+    largest = torch.stack((low, high)).abs().max().item()
+    if not math.isfinite(largest):
+        return "holds NaN or infinity"
+    return f"holds values up to {largest:.3g}, beyond {LARGEST_WEIGHT:g}" if largest > LARGEST_WEIGHT else ""
+
+
+def finite_range(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the smallest and the largest element (0-d, in the dtype of ``rows``).
+
+    Raises:
+        QuantizationError: an element is NaN, infinite, or beyond ``LARGEST_WEIGHT``.
+    """
+    low, high = torch.aminmax(rows)
+    problem = range_problem(low, high)
+    if problem:
+        raise QuantizationError(f"the weight {problem}; exclude the layer, or repair the file")
+    return low, high
+
+
+class RowQuantizer:
+    """Quantizes one weight ``[out_features, in_features]`` a run of rows at a time, for weights of any size.
+
+    The runs cover all rows, in order; together they give the bytes that quantizing the whole weight gives.
+    :meth:`quantize` is called by several threads at once.
+    """
+
+    multiple: int = 1
+    """Every run but the last has a multiple of this many rows."""
+
+    needs_range: bool = False
+    """Whether :meth:`set_range` has to be called first."""
+
+    scratch: int = 16
+    """Bytes of temporaries for each element of a run: for the estimate of the memory it takes."""
+
+    def set_range(self, low: torch.Tensor, high: torch.Tensor) -> None:
+        """Take the smallest and the largest element of the whole weight (finite, 0-d, of the weight's dtype)."""
+
+    def quantize(self, rows: torch.Tensor) -> tuple[dict[str, torch.Tensor], Any]:
+        """Quantize one run.
+
+        Args:
+            rows: ``[n, in_features]``, contiguous, of the weight's dtype. Not changed, and not kept.
+
+        Returns:
+            ``({key below the layer: the next part of that tensor's bytes}, what finish needs of this run)``. The keys
+            are those of the flattened state dict.
+
+        Raises:
+            QuantizationError: an element is NaN or infinite (not looked for again after :meth:`set_range`).
+        """
+        raise NotImplementedError
+
+    def finish(self, kept: Sequence[Any]) -> dict[str, torch.Tensor]:
+        """Return the tensors that :meth:`quantize` did not give, from what it returned for each run, in order."""
+        return {}
 
 
 class QuantBackend:
@@ -191,6 +257,17 @@ class QuantBackend:
         Only ``in_features``, ``out_features`` and the presence of a bias may be read from ``linear``.
         """
         raise NotImplementedError(f"backend {self.name!r} does not support loading a quantized checkpoint")
+
+    def row_quantizer(self, out_features: int, in_features: int, dtype: torch.dtype) -> RowQuantizer | None:
+        """Return what quantizes a weight of this shape and dtype in runs of rows; None takes the weight whole."""
+        return None
+
+    def layer_options(self, out_features: int, in_features: int) -> dict[str, Any]:
+        """Return the options that a layer of this shape falls back to, where they differ from this backend's own.
+
+        A backend made with them quantizes the layer to the same bytes. The default has no fallbacks.
+        """
+        return {}
 
     def dequantize_to_linear(
         self,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from .backend import range_problem
 from .constraints import violations
 from .errors import QuantizationError
 from .sites import FLOAT_WEIGHTS, LinearSite
@@ -33,8 +33,6 @@ _HOOK_DICTS = (
     "_backward_hooks",
     "_backward_pre_hooks",
 )
-
-LARGEST_WEIGHT = 1e30
 
 _announced_support: set[str] = set()
 
@@ -79,7 +77,7 @@ def quantize_layers(
 
 
 def _quantize_one(site: LinearSite, part: QuantizeConfig, compute_device: Any, model_device: Any) -> nn.Module:
-    problem = unquantizable_values(site.module.weight.detach())
+    problem = range_problem(*torch.aminmax(site.module.weight.detach()))
     if problem:
         raise QuantizationError(
             f"layer {site.name!r}: the weight {problem}, nothing can be quantized from it. "
@@ -97,17 +95,6 @@ def _quantize_one(site: LinearSite, part: QuantizeConfig, compute_device: Any, m
             "The model is unchanged unless keep_originals=False was passed; "
             "exclude the layer with exclude_modules, or use another method for it"
         ) from error
-
-
-def unquantizable_values(weight: torch.Tensor) -> str:
-    """Say why nothing can be quantized from a weight's values, empty when it can.
-
-    Every format's arithmetic multiplies by reciprocals of scales in float32, which overflow from about 1e37.
-    """
-    largest = torch.stack(torch.aminmax(weight)).abs().max().item()
-    if not math.isfinite(largest):
-        return "holds NaN or infinity"
-    return f"holds values up to {largest:.3g}, beyond {LARGEST_WEIGHT:g}" if largest > LARGEST_WEIGHT else ""
 
 
 def install_shells(model: nn.Module, assignment: Assignment, compute_dtype: torch.dtype | None) -> list[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 MIN_WIDTH = 256
 """A Linear narrower than this is a head or a gate: a small saving for a large error."""
@@ -30,12 +31,41 @@ _DETECTION_KEY = re.compile(
 )
 
 
+class Reason(str, Enum):
+    """Why a tensor is quantized or not: the whole list. The value is what people read."""
+
+    IN_BLOCK = "2-D weight in an indexed block"
+    TARGETED = "in the target list"
+    FALLBACK = "quantized with a smaller group"
+    EDITED = "edited in the plan"
+    EXCLUDED = "excluded by rule"
+    NOT_TARGETED = "not in the target list"
+    NOT_A_WEIGHT = "not a weight"
+    OTHER_PART = "not part of the diffusion model"
+    NOT_LINEAR = "not a Linear"
+    OUTSIDE_BLOCKS = "outside the indexed blocks"
+    SENSITIVE = "an embedding, conditioning or a head"
+    NORM = "a norm"
+    TOO_SMALL = "too small"
+    EMPTY = "no elements"
+    NOT_FLOAT = "not stored as float"
+    SHAPE = "the shape does not fit the format"
+    DETECTION = "its width is read by ComfyUI's architecture detection, which a packed format would halve"
+    QUANTIZED = "quantized already"
+
+
 @dataclass(frozen=True)
 class Decision:
-    """Whether a weight is quantized, and why (not)."""
+    """Whether a weight is quantized, and why (not): ``why`` from the closed list, ``detail`` for this weight."""
 
     quantize: bool
-    reason: str
+    why: Reason
+    detail: str = ""
+
+    @property
+    def reason(self) -> str:
+        """One line for people."""
+        return self.detail or self.why.value
 
 
 def layer_weights(shapes: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, ...]]:
@@ -58,22 +88,26 @@ def choose_layers(shapes: Mapping[str, Sequence[int]]) -> dict[str, Decision]:
         ``{layer name: Decision}``, in the order of ``shapes``.
     """
     all_in_one = any(name.startswith(DIFFUSION_PREFIX) for name in shapes)
-    return {layer: _decide(layer, shape, all_in_one) for layer, shape in layer_weights(shapes).items()}
+    return {
+        layer: Decision(False, Reason.OTHER_PART)
+        if all_in_one and not layer.startswith(DIFFUSION_PREFIX)
+        else decide_layer(layer, shape)
+        for layer, shape in layer_weights(shapes).items()
+    }
 
 
-def _decide(layer: str, shape: tuple[int, ...], all_in_one: bool) -> Decision:
-    if all_in_one and not layer.startswith(DIFFUSION_PREFIX):
-        return Decision(False, "not part of the diffusion model")
+def decide_layer(layer: str, shape: Sequence[int]) -> Decision:
+    """Decide for one weight of the part of the model that is to be quantized."""
     if len(shape) != 2:
-        return Decision(False, f"not a Linear ({len(shape)}-D weight)")
+        return Decision(False, Reason.NOT_LINEAR, f"not a Linear ({len(shape)}-D weight)")
     segments = layer.removeprefix(DIFFUSION_PREFIX).split(".")
     if not any(segment.isdigit() for segment in segments[:-1]):
-        return Decision(False, "outside the indexed blocks")
+        return Decision(False, Reason.OUTSIDE_BLOCKS)
     kept = next((s for s in segments if _KEPT_SEGMENT.search(s)), None)
     if kept is not None:
-        return Decision(False, f"{kept!r} names an embedding, conditioning or a head")
+        return Decision(False, Reason.SENSITIVE, f"{kept!r} names an embedding, conditioning or a head")
     if "norm" in segments[-1].lower():
-        return Decision(False, "a norm")
+        return Decision(False, Reason.NORM)
     if min(shape) < MIN_WIDTH:
-        return Decision(False, f"narrower than {MIN_WIDTH}")
-    return Decision(True, "2-D weight in an indexed block")
+        return Decision(False, Reason.TOO_SMALL, f"narrower than {MIN_WIDTH}")
+    return Decision(True, Reason.IN_BLOCK)

@@ -220,7 +220,7 @@ def test_nan_is_named_and_leaves_no_file(tmp_path):
     weight = torch.randn(256, 256)
     weight[3, 4] = float("nan")
     save_file({"blocks.0.bad.weight": weight}, tmp_path / "in.safetensors")
-    with pytest.raises(QuantizationError, match="layer 'blocks.0.bad' holds NaN"):
+    with pytest.raises(QuantizationError, match=r"layer 'blocks.0.bad' .*holds NaN"):
         convert_file(tmp_path / "in.safetensors", tmp_path / "out.safetensors", QuantizeConfig(method=INT8))
     assert [p.name for p in tmp_path.iterdir()] == ["in.safetensors"]
 

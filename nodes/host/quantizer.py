@@ -13,7 +13,7 @@ from comfy.quant_ops import QUANT_ALGOS
 from quant_core import QuantizationError, QuantizeConfig
 from quant_core.backends.comfy_kitchen import FORMATS, quantize_weight
 from quant_core.checkpoint.header import TensorInfo
-from quant_core.convert import choose
+from quant_core.choice import choose
 
 
 def usable_methods() -> list[str]:

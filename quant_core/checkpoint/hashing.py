@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -29,8 +30,8 @@ class FileHash(str):
         return str(self)
 
 
-def digest(data: bytes | memoryview) -> str:
-    """Return the BLAKE3 of some bytes, in hex: as safe as SHA-256, and a quarter of its time on a CPU.
+def new_hasher() -> Any:
+    """Return a BLAKE3 hasher (``update(bytes)``, ``hexdigest()``): as safe as SHA-256, a quarter of its time on a CPU.
 
     Raises:
         ImportError: the package blake3 is missing, which only an older ComfyUI does not bring.
@@ -39,7 +40,14 @@ def digest(data: bytes | memoryview) -> str:
         import blake3
     except ImportError as error:
         raise ImportError("saving and checking files needs blake3, which is missing: pip install blake3") from error
-    return blake3.blake3(data).hexdigest()
+    return blake3.blake3()
+
+
+def digest(data: bytes | memoryview) -> str:
+    """Return the BLAKE3 of some bytes, in hex; see :func:`new_hasher`."""
+    hasher = new_hasher()
+    hasher.update(data)
+    return hasher.hexdigest()
 
 
 def structure_hash(shapes: Mapping[str, Sequence[int]]) -> str:

@@ -107,7 +107,7 @@ def _check_magic(path: Path, prefix: bytes, size: int) -> None:
     known = {
         b"PK\x03\x04": "a PyTorch pickle archive (.pt/.pth); it can run code when loaded and is not read. "
         "Convert it to safetensors with the tool it came from",
-        b"GGUF": "a GGUF file; GGUF is not read by this version",
+        b"GGUF": "a GGUF file, which cannot be part of a safetensors checkpoint; name it by itself",
         b"\x80\x02": "a Python pickle; it can run code when loaded and is not read. Convert it to safetensors",
         b"version ": "a Git LFS pointer: the file itself was never downloaded",
         b"<!DOCTYP": "an HTML page: the download was a web page, not the file",

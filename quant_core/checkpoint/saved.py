@@ -18,7 +18,7 @@ from ..packed_linear import PackedLinear
 from .hashing import FileHash, digest, structure_hash
 from .manifest import Manifest, make_manifest, read_manifest
 from .reader import Checkpoint, open_checkpoint
-from .recognize import recognize_layers
+from .recognize import missing_markers, recognize_layers
 from .writer import CHECKSUM_LENGTH, CheckpointWriter, tensor_bytes
 
 if TYPE_CHECKING:
@@ -220,6 +220,8 @@ def _read_state(checkpoint: Checkpoint, recipe: Recipe, manifest: Manifest | Non
                     f"expected {expected}): the file was changed or damaged. Copy it again, or pass verify=False "
                     "if you changed it on purpose"
                 )
+    for name, marker in missing_markers(checkpoint).items():
+        tensors[name] = torch.tensor(list(marker), dtype=torch.uint8)
     try:
         return recipe.unflatten_state_dict(tensors, checkpoint.metadata)
     except CheckpointError as error:

@@ -11,13 +11,12 @@ The state dict of a layer is the one that ``bitsandbytes.nn.Linear4bit`` writes.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
-from ...backend import BackendConfig, QuantBackend, Support
+from ...backend import BackendConfig, QuantBackend, RowQuantizer, Support
 from ...constraints import Constraint
 from ...environment import require_library
 from ...packed_linear import PackedLinear, saturate
@@ -33,16 +32,9 @@ from .layout import (
     read_layout,
     tensor_problems,
 )
+from .rows import BitsAndBytesRows, library, quantize_weight
 
 _NESTED_BUFFERS = ("weight_nested_absmax", "weight_nested_quant_map")
-# On a CPU the library makes several float32 and integer copies of what it is given; a million elements bound them.
-_CPU_CHUNK = 1 << 20
-
-
-def _functional() -> ModuleType:
-    import bitsandbytes.functional
-
-    return bitsandbytes.functional
 
 
 @dataclass
@@ -146,7 +138,7 @@ class BitsAndBytesLinear(PackedLinear):
         """Return the absmax of every block, float32."""
         if not self.layout.nested:
             return self.weight_absmax
-        centred = _functional().dequantize_blockwise(
+        centred = library().dequantize_blockwise(
             self.weight_absmax,
             absmax=self.weight_nested_absmax,
             code=self.weight_nested_quant_map,
@@ -157,7 +149,7 @@ class BitsAndBytesLinear(PackedLinear):
     def dequantize_weight(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return the float weight ``[out_features, in_features]`` in ``dtype`` (``compute_dtype`` when None)."""
         dtype = dtype or self.compute_dtype
-        functional = _functional()
+        functional = library()
         elements = self.out_features * self.in_features
         absmax, blocksize = self._absmax(), self.layout.blocksize
         if blocksize > 1024 and self.weight.device.type == "cpu":
@@ -192,7 +184,7 @@ class BitsAndBytesLinear(PackedLinear):
 
     def _quant_state(self, dtype: torch.dtype) -> Any:
         """Build the library's state object around this layer's tensors; a kept one would not follow them."""
-        functional = _functional()
+        functional = library()
         offset = nested = None
         if self.layout.nested:
             offset = torch.full((), self.layout.nested_offset, dtype=torch.float32, device=self.weight.device)
@@ -262,53 +254,6 @@ class BitsAndBytesLinear(PackedLinear):
         )
 
 
-def quantize_weight(
-    weight: torch.Tensor, config: BitsAndBytesNF4Config | BitsAndBytesFP4Config
-) -> tuple[Tensors, Layout]:
-    """Quantize a float weight on the device it is on.
-
-    Args:
-        weight: ``[out_features, in_features]``, float16, bfloat16, float32 or float64; the last is rounded to
-            float32 first, the widest dtype that the format knows.
-        config: the method's options.
-
-    Returns:
-        ``({key below the layer: tensor}, layout)``: the bytes that bitsandbytes itself would store, the marker's JSON
-        padded with spaces to a length that depends on the shape alone.
-
-    Raises:
-        ValueError: the weight has another dtype.
-    """
-    if weight.dtype == torch.float64:
-        weight = weight.to(torch.float32)
-    functional = _functional()
-    blocksize = config.blocksize or 64
-    flat = weight.contiguous().view(-1)
-    packed, absmax = [], []
-    for part in flat.split(_CPU_CHUNK if weight.device.type == "cpu" else flat.numel()):
-        codes, state = functional.quantize_4bit(
-            part, blocksize=blocksize, quant_type=config.quant_type, quant_storage=config.quant_storage
-        )
-        packed.append(codes)
-        absmax.append(state.absmax)
-    state.absmax = torch.cat(absmax)
-    state.shape = weight.shape
-    offset = 0.0
-    if config.compress_statistics:
-        mean = state.absmax.mean()
-        offset = mean.item()
-        state.absmax, state.state2 = functional.quantize_blockwise(state.absmax - mean, blocksize=NESTED_BLOCKSIZE)
-        state.offset, state.nested = mean, True
-    tensors = {"weight": torch.cat(packed)}
-    tensors |= {f"weight.{key}": value for key, value in state.as_dict(packed=True).items()}
-    layout = Layout(config.quant_type, blocksize, config.compress_statistics, config.quant_storage, offset)
-    marker = tensors[layout.marker_key]
-    out_features, in_features = weight.shape
-    padding = layout.marker_length(out_features, in_features, weight.dtype) - marker.numel()
-    tensors[layout.marker_key] = nn.functional.pad(marker, (0, padding), value=ord(" "))
-    return tensors, layout
-
-
 @register_quant_backend("bitsandbytes")
 class BitsAndBytesBackend(QuantBackend):
     """NF4 and FP4 weights, in the files that bitsandbytes, transformers and diffusers write."""
@@ -356,6 +301,9 @@ class BitsAndBytesBackend(QuantBackend):
             bias = linear.bias.detach().to(device=weight.device, copy=True)
             layer.bias = nn.Parameter(bias, requires_grad=False)
         return layer if model_device is None else layer.to(device=model_device)
+
+    def row_quantizer(self, out_features: int, in_features: int, dtype: torch.dtype) -> RowQuantizer | None:
+        return BitsAndBytesRows(out_features, in_features, dtype, self.config)
 
     def create_quantized_linear_shell(self, linear: nn.Linear, compute_dtype: torch.dtype) -> nn.Module:
         config = self.config

@@ -1,8 +1,7 @@
 """ComfyUI's own quantized formats, through comfy-kitchen.
 
 A layer's state dict is what ComfyUI reads and writes, so a saved model opens in ComfyUI's stock loader. The formats as
-data are in :mod:`.comfy_kitchen_formats`, the layer in :mod:`.comfy_kitchen_linear`, the arithmetic in
-:mod:`.comfy_kitchen_quantize` and :mod:`.comfy_kitchen_kernels`.
+data are in :mod:`.formats`, the layer in :mod:`.linear`, the arithmetic in :mod:`.rows` and :mod:`.kernels`.
 """
 
 from __future__ import annotations
@@ -10,18 +9,20 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 
-from ...backend import BackendConfig, QuantBackend, Support
+from ...backend import BackendConfig, QuantBackend, RowQuantizer, Support
 from ...constraints import Constraint, DivisibleBy
 from ...environment import require_library
 from ...registry import register_quant_backend, register_quant_method
-from .formats import FORMATS, FORMATS_BY_NAME, ComfyFormat, is_group_size, is_power_of_four
+from .formats import FORMATS, FORMATS_BY_NAME, ComfyFormat, is_group_size, is_power_of_four, layer_marker
 from .kernels import FLOAT_DTYPES, format_support
 from .linear import ComfyKitchenLinear
 from .quantize import quantize_weight
+from .rows import row_quantizer, takes_runs
 
 __all__ = [
     "FORMATS",
@@ -233,6 +234,15 @@ class ComfyKitchenBackend(QuantBackend):
             layer.bias = nn.Parameter(bias, requires_grad=False)
         layer.train(linear.training)
         return layer if model_device is None else layer.to(device=model_device)
+
+    def row_quantizer(self, out_features: int, in_features: int, dtype: torch.dtype) -> RowQuantizer | None:
+        return row_quantizer(self.config, in_features, dtype) if takes_runs(self.config) else None
+
+    def layer_options(self, out_features: int, in_features: int) -> dict[str, Any]:
+        rotation = layer_marker(self.config, in_features).rotation
+        if not getattr(self.config, "convrot", rotation > 0) or rotation == self.config.convrot_groupsize:
+            return {}
+        return {"convrot_groupsize": rotation} if rotation else {"convrot": False}
 
     def create_quantized_linear_shell(
         self, linear: nn.Linear, compute_dtype: torch.dtype | None = None

@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...backend import QuantBackend, Support
+from ...backend import QuantBackend, RowQuantizer, Support
 from ...constraints import Constraint, violations
 from ...errors import QuantizationError
 from ...registry import register_quant_backend, register_quant_method
 from . import library, options, state
 from .block_formats import MXScheme, NVFP4Scheme
 from .linear import TorchAOLinear
+from .rows import TorchAORows
 from .schemes import Float8Scheme, Int4Scheme, Int8Scheme, Scheme, source_dtype
 
 _MX_METHODS = {torch.float8_e4m3fn: "torchao_mxfp8_w8a8", torch.float4_e2m1fn_x2: "torchao_mxfp4_w4a4"}
@@ -113,6 +114,9 @@ class TorchAOBackend(QuantBackend):
         if linear.bias is not None:
             layer.bias = nn.Parameter(linear.bias.detach().to(weight.device), requires_grad=False)
         return layer if model_device is None else layer.to(device=model_device)
+
+    def row_quantizer(self, out_features: int, in_features: int, dtype: torch.dtype) -> RowQuantizer | None:
+        return TorchAORows(self.scheme, dtype) if self.scheme.takes_runs() else None
 
     def create_quantized_linear_shell(self, linear: nn.Linear, compute_dtype: torch.dtype) -> TorchAOLinear:
         return TorchAOLinear(

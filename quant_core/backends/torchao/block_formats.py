@@ -76,11 +76,19 @@ class NVFP4Scheme(Scheme):
         }
 
     def quantize(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        low, high = torch.aminmax(weight)
+        return self.quantize_scaled(weight, self.tensor_scale(torch.maximum(-low, high).float()))
+
+    def tensor_scale(self, amax: torch.Tensor) -> torch.Tensor | None:
+        """Return the scale of a weight whose largest magnitude is ``amax`` (float32), None where there is none."""
+        if not self.config.use_dynamic_per_tensor_scale:
+            return None
+        # Without the floor a weight of zeros becomes 0 / 0 = NaN.
+        return (amax / (_E4M3_MAX * _E2M1_MAX)).clamp(min=_MIN_TENSOR_SCALE)
+
+    def quantize_scaled(self, weight: torch.Tensor, tensor_scale: torch.Tensor | None) -> dict[str, torch.Tensor]:
+        """Quantize a weight, or some of its rows, with the scale of the whole weight."""
         source = weight.to(torch.float32)
-        tensor_scale = None
-        if self.config.use_dynamic_per_tensor_scale:
-            # Without the floor a weight of zeros becomes 0 / 0 = NaN.
-            tensor_scale = (source.abs().max() / (_E4M3_MAX * _E2M1_MAX)).clamp(min=_MIN_TENSOR_SCALE)
         tensor = self.tensor_class.to_nvfp4(source, per_tensor_scale=tensor_scale, is_swizzled_scales=True)
         inner = {"qdata": tensor.qdata, "scale": tensor.scale, "per_tensor_scale": tensor_scale}
         return {name: t for name, t in inner.items() if t is not None}

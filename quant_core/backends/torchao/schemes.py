@@ -119,6 +119,10 @@ class Scheme:
     def constraints(self) -> tuple[Constraint, ...]:
         return ()
 
+    def takes_runs(self) -> bool:
+        """Whether rows can be quantized apart from each other."""
+        return True
+
     def obstacle(self, attributes: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> str | None:
         """Why torchao's kernel cannot compute the layer here, None when it can."""
         raise NotImplementedError
@@ -172,6 +176,9 @@ class _BlockScaled(Scheme):
             "qdata": TensorSpec((out_features, in_features), self.qdata_dtypes),
             "scale": TensorSpec(scales, (torch.float32,)),
         }
+
+    def takes_runs(self) -> bool:
+        return not isinstance(self.granularities()[1], library.load().PerTensor)
 
     def constraints(self) -> tuple[Constraint, ...]:
         weight = self.granularities()[1]

@@ -1,0 +1,56 @@
+"""How large the pieces are that a conversion works in, and so how much memory it takes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+
+from .backend import RowQuantizer
+from .pipeline import default_workers
+
+if TYPE_CHECKING:
+    from .layout import Formats
+    from .plan import PlanRow
+
+RUN_ELEMENTS = 1 << 18
+"""Weights of a run on a CPU: small enough for its cache, large enough for the overhead of a task not to count."""
+
+RUN_ELEMENTS_DEVICE = 1 << 24
+COPY_BYTES = 1 << 20
+BUDGET = 16 << 20
+"""Bytes that the runs under way may take together."""
+
+_WHOLE_SCRATCH = 32  # bytes of temporaries a weight, where a backend takes a layer whole: float32 copies and codes
+
+
+def run_rows(quantizer: RowQuantizer, in_features: int, on_cpu: bool = True) -> int:
+    """Return how many rows of ``in_features`` weights a run has."""
+    elements = RUN_ELEMENTS if on_cpu else RUN_ELEMENTS_DEVICE
+    return max(1, elements // max(in_features, 1) // quantizer.multiple) * quantizer.multiple
+
+
+def run_cost(quantizer: RowQuantizer | None, shape: tuple[int, ...], itemsize: int, on_cpu: bool = True) -> int:
+    """Return about how many bytes one run, or the whole layer, takes while it is quantized."""
+    if quantizer is None:
+        return math.prod(shape) * (itemsize + _WHOLE_SCRATCH)
+    elements = min(run_rows(quantizer, shape[1], on_cpu) * shape[1], math.prod(shape))
+    return elements * (itemsize + quantizer.scratch)
+
+
+def peak_bytes(rows: Iterable[PlanRow], formats: Formats) -> int:
+    """Return about how much memory converting these rows takes at most, beyond the imports."""
+    largest = 0
+    seen: set[tuple[str, str, tuple[int, ...], str]] = set()
+    for row in rows:
+        key = (row.method, repr(row.options), row.shape, row.dtype)
+        if not row.method or key in seen:
+            continue
+        seen.add(key)
+        dtype: torch.dtype = getattr(torch, row.dtype)
+        quantizer = formats.backend(row.method, row.options).row_quantizer(row.shape[0], row.shape[1], dtype)
+        largest = max(largest, run_cost(quantizer, row.shape, dtype.itemsize))
+    # Beside the tasks under way: each worker's buffers, and small tensors of the layer that wait for its end.
+    return max(BUDGET, largest) + default_workers() * 2 * 4 * RUN_ELEMENTS + (8 << 20)
