@@ -5,6 +5,7 @@ import json
 import os
 import stat
 import struct
+import tracemalloc
 
 import blake3
 import pytest
@@ -77,8 +78,6 @@ def test_header_rules(tmp_path, header, data, message):
 
 @pytest.mark.parametrize("length", [MAX_HEADER_BYTES + 1, 2**63, 2**64 - 1, 50])
 def test_header_bomb_costs_nothing(tmp_path, length):
-    import tracemalloc
-
     path = write_raw(tmp_path / "bomb.safetensors", b"{}", length=length)
     tracemalloc.start()
     with pytest.raises(CheckpointError, match="its header would take"):
@@ -515,3 +514,16 @@ def test_mixed_recipe_travels_in_the_file(tmp_path):
     again = load_quantized_model(loaded, path)
     assert again.to_dict() == recipe.to_dict()
     assert state_bytes(loaded) == state_bytes(model)
+
+
+@pytest.mark.parametrize("body", [b'{"a":[' + b"{}," * 1_000_000 + b"{}]}", b'{"a":[' + b"[]," * 5_000_000 + b"[]]}"])
+def test_header_of_countless_items_is_refused_before_it_is_parsed(tmp_path, body):
+    path = tmp_path / "bomb.safetensors"
+    path.write_bytes(len(body).to_bytes(8, "little") + body)
+    tracemalloc.start()
+    try:
+        with pytest.raises(CheckpointError, match=r"bomb\.safetensors: its header of \d+ bytes has more than"):
+            read_header(path)
+        assert tracemalloc.get_traced_memory()[1] < 2 * len(body)
+    finally:
+        tracemalloc.stop()

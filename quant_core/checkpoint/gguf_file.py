@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 import torch
 
 from ..errors import CheckpointError
-from .header import Header, TensorInfo
+from .header import Header, TensorInfo, is_endless
 from .reader import Checkpoint
 
 _VERSIONS = (2, 3)
@@ -222,7 +222,7 @@ def _tensor(
     if code not in types:
         raise CheckpointError(f"{path}: tensor {name!r} has the type {code}, which the installed gguf does not know")
     kind, (weights, block_bytes) = types[code]
-    if any(n >= 2**63 for n in shape):
+    if any(n >= 2**63 for n in shape) or is_endless(shape):
         raise CheckpointError(f"{path}: tensor {name!r} has the impossible shape {list(shape)}")
     if (shape[-1] if shape else 1) % weights:
         raise CheckpointError(f"{path}: tensor {name!r} {list(shape)} is {kind}, whose rows are multiples of {weights}")
@@ -235,7 +235,7 @@ def _tensor(
     # ComfyUI-GGUF folds tensors whose rows are no multiple of a block, and notes the shape that they had.
     own = values.get(_OWN_SHAPE + name)
     if own is not None:
-        if not isinstance(own, list) or not all(type(n) is int and n >= 0 for n in own):
+        if not isinstance(own, list) or not all(type(n) is int and n >= 0 for n in own) or is_endless(own):
             raise CheckpointError(f"{path}: {_OWN_SHAPE}{name} is {own!r}, expected a shape")
         if math.prod(own) != math.prod(shape):
             raise CheckpointError(f"{path}: tensor {name!r} {list(shape)} cannot have the shape {own} that is noted")

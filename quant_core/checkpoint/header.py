@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,13 @@ import torch
 
 from ..errors import CheckpointError
 
-MAX_HEADER_BYTES = 100_000_000
-"""The limit that the format itself sets."""
+MAX_HEADER_BYTES = 32 << 20
+"""The format itself allows 100 MB, of which Python would make 600. Headers of real files, workflows included, have less
+than a tenth of this."""
+
+_MAX_ITEMS = 1_000_000  # each takes up to 150 bytes once it is parsed; a tensor has 8
+
+_MAX_EMPTY = 1 << 31
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -90,15 +95,17 @@ def read_header(path: str | os.PathLike[str], *, trailing_bytes: bool = False) -
     size = path.stat().st_size
     with open(path, "rb") as file:
         prefix = file.read(8)
-        _check_magic(path, prefix, size)
         length = int.from_bytes(prefix, "little")
+        # A header of 640 bytes begins like a pickle; of the beginnings of other files, none is a possible length.
+        if size < 8 or length > MAX_HEADER_BYTES:
+            _check_magic(path, prefix, size)
         if length > MAX_HEADER_BYTES or length > size - 8:
             raise CheckpointError(
                 f"{path} is not a safetensors file, or was cut off: its header would take {length} bytes, "
-                f"the file has {size}"
+                f"the file has {size}; headers up to {MAX_HEADER_BYTES} bytes are read"
             )
         raw = file.read(length)
-    header = _parse(path, raw)
+    header = parse_header(path, raw)
     metadata = _check_metadata(path, header.pop("__metadata__", {}))
     return Header(path, _check_tensors(path, header, 8 + length, size, trailing_bytes), metadata)
 
@@ -119,7 +126,17 @@ def _check_magic(path: Path, prefix: bytes, size: int) -> None:
         raise CheckpointError(f"{path} has {size} bytes: empty or truncated, not a safetensors file")
 
 
-def _parse(path: Path, raw: bytes) -> dict[str, Any]:
+def parse_header(path: Path, raw: bytes) -> dict[str, Any]:
+    """Return the JSON object that is a header's text, its entries unchecked.
+
+    Raises:
+        CheckpointError: it is no JSON object, names a tensor twice, or has more items than any model's.
+    """
+    if sum(map(raw.count, (b",", b"[", b"{"))) > _MAX_ITEMS:
+        raise CheckpointError(
+            f"{path}: its header of {len(raw)} bytes has more than {_MAX_ITEMS} items, which no model has"
+        )
+
     def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(pairs)
         if len(result) != len(pairs):
@@ -172,7 +189,7 @@ def _check_tensor(path: Path, name: str, entry: Any, base: int) -> TensorInfo:
         raise CheckpointError(f"{path}: the tensor name {name!a} is not Unicode text")
     if not isinstance(code, str) or code not in DTYPES:
         raise CheckpointError(f"{path}: tensor {name!r} has the unknown dtype {code!r}; known: {', '.join(DTYPES)}")
-    if not isinstance(shape, list) or not all(_is_size(s) for s in shape):
+    if not isinstance(shape, list) or not all(_is_size(s) for s in shape) or is_endless(shape):
         raise CheckpointError(f"{path}: tensor {name!r} has the impossible shape {shape!r}")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_size(o) for o in offsets):
         raise CheckpointError(f"{path}: tensor {name!r} has the impossible data_offsets {offsets!r}")
@@ -183,6 +200,14 @@ def _check_tensor(path: Path, name: str, entry: Any, base: int) -> TensorInfo:
             f"{path}: tensor {name!r} {code} {shape} takes {expected} bytes, its offsets span {offsets[1] - offsets[0]}"
         )
     return TensorInfo(dtype, tuple(shape), base + offsets[0], base + offsets[1])
+
+
+def is_endless(shape: Sequence[int]) -> bool:
+    """Whether a tensor of no elements has dimensions so large that going through its rows would not end.
+
+    A shape with elements is bounded by the size of the file; ``[2**62, 0]`` takes no byte.
+    """
+    return 0 in shape and math.prod(n for n in shape if n) > _MAX_EMPTY
 
 
 def _is_size(value: Any) -> bool:

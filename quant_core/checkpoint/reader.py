@@ -254,7 +254,11 @@ def _open_index(path: Path) -> Checkpoint:
         # A shard is a file beside the index: no folders, no way out of it.
         if not isinstance(shard, str) or Path(shard).name != shard or "\\" in shard or shard in ("", ".", ".."):
             raise CheckpointError(f"{path}: shard {shard!r} is not the name of a file beside the index")
-        if not (path.parent / shard).is_file():
+        try:
+            found = (path.parent / shard).is_file()
+        except OSError as error:  # a name that is too long, or a folder that may not be entered
+            raise CheckpointError(f"{path}: shard {shard[:200]!r} cannot be looked up: {error.strerror}") from error
+        if not found:
             raise CheckpointError(f"{path}: shard {shard!r} is missing; download the whole model")
     checkpoint = _open_files(path, [path.parent / shard for shard in shards])
     where = {name: identity.path for name, identity in checkpoint._files.items()}

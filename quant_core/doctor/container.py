@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import torch
 
-from ..checkpoint.header import MAX_HEADER_BYTES, read_header
+from ..checkpoint.header import MAX_HEADER_BYTES, parse_header, read_header
 from ..checkpoint.reader import Checkpoint, FileIdentity, open_checkpoint
 from ..errors import CheckpointError
 from .findings import CutTail, Finding, View
@@ -57,10 +56,10 @@ def claimed_end(path: Path) -> int | None:
             return 8 + length if file.read(2) == b'{"' else None
         raw = file.read(length)
     try:
-        entries = json.loads(raw)
+        entries = parse_header(path, raw)
         ends = [entry["data_offsets"][1] for name, entry in entries.items() if name != "__metadata__"]
         return 8 + length + max(ends, default=0)
-    except (ValueError, RecursionError, AttributeError, KeyError, TypeError, IndexError):
+    except (CheckpointError, KeyError, TypeError, IndexError):
         return None
 
 

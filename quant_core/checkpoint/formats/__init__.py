@@ -54,12 +54,16 @@ def dequantize_layer(checkpoint: Checkpoint, layer: StoredLayer, rows: slice | N
         CheckpointError: a scale is missing or does not fit; the message names the file, the layer and the tensor.
         ValueError: ``rows`` has a step.
     """
+    if not layer.shape:
+        raise CheckpointError(f"{checkpoint.path}: layer {layer.name!r} ({layer.format}) has a weight without rows")
     start, stop, step = (rows or slice(None)).indices(layer.shape[0])
     if step != 1:
         raise ValueError(f"rows {rows} has a step; rows are read one after the other")
     stop = max(start, stop)
     decode = _decoder(layer)
     out = torch.empty((stop - start, *layer.shape[1:]), dtype=torch.float32)
+    if not out.numel():
+        return out
     height = max(1, _TILE_WEIGHTS // max(1, math.prod(layer.shape[1:])))
     height = max(128, height // 128 * 128) if height >= 128 else height
     for first in range(start, stop, height):

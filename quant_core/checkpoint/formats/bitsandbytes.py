@@ -68,9 +68,25 @@ def _four_bit(checkpoint: Checkpoint, name: str, layer: str, kind: str) -> Store
             f"{checkpoint.path}: {name!r} says shape {shape!r}, expected [out_features, in_features]; the stored codes "
             "are flat, so the layer cannot be decoded without it"
         )
+    _check_size(checkpoint, layer, shape)
     keys = [key for part in _PARTS if (key := f"{layer}.{part}") in checkpoint.tensors]
     dtype = dtype_of(state.get("dtype"))
     return StoredLayer(layer, "bitsandbytes", kind, f"bitsandbytes_{kind}", tuple(shape), dtype, (*keys, name), state)
+
+
+def _check_size(checkpoint: Checkpoint, layer: str, shape: list[int]) -> None:
+    """Hold the shape, which is a mere claim of the quant state, against the bytes that are there."""
+    where = f"{checkpoint.path}: layer {layer!r}"
+    weight = checkpoint.tensors.get(f"{layer}.weight")
+    if weight is None:
+        raise CheckpointError(f"{where} has a bitsandbytes quant state, but no {layer + '.weight'!r}")
+    expected, width = -(-math.prod(shape) // 2), weight.dtype.itemsize  # the bytes may be stored as a wider dtype
+    first = weight.shape[0] if weight.shape else 0
+    if weight.nbytes != -(-expected // width) * width or first * width != weight.nbytes:
+        raise CheckpointError(
+            f"{where}: 'weight' is {weight.dtype} {list(weight.shape)}, expected {expected} bytes of codes for the "
+            f"shape {shape} of its quant state"
+        )
 
 
 def decode(checkpoint: Checkpoint, layer: StoredLayer, start: int, stop: int) -> torch.Tensor:
@@ -86,7 +102,7 @@ def decode(checkpoint: Checkpoint, layer: StoredLayer, start: int, stop: int) ->
     low, high = first // size, -(-last // size)
     values = torch.zeros((high - low) * size, dtype=torch.float32)
     end = min(high * size, total)
-    codes = _codes(parts, total, low * size, end)
+    codes = _codes(parts, low * size, end)
     values[: len(codes)] = lookup(codes, _CODEBOOKS[layer.format])
     values.view(-1, size).mul_(_absmax(parts, low, high, -(-total // size)).unsqueeze(1))
     return values[first - low * size : last - low * size].reshape(stop - start, *layer.shape[1:])
@@ -115,13 +131,9 @@ def _check_codebook(parts: Parts, codebook: torch.Tensor) -> None:
             raise parts.fail("weight.quant_map is not the codebook of this type")
 
 
-def _codes(parts: Parts, total: int, first: int, last: int) -> torch.Tensor:
+def _codes(parts: Parts, first: int, last: int) -> torch.Tensor:
     """Return the codes ``first`` to ``last`` of the flattened weight; ``first`` is even, a block's beginning."""
-    info = parts.info("weight")
-    width = info.dtype.itemsize  # the bytes may be stored as a wider dtype
-    bytes_of = -(-total // 2)
-    if not info.shape or info.nbytes != -(-bytes_of // width) * width or info.shape[0] * width != info.nbytes:
-        raise parts.fail(f"'weight' is {info.dtype} {list(info.shape)}, expected {bytes_of} bytes of codes")
+    width = parts.info("weight").dtype.itemsize
     low, high = first // 2, -(-last // 2)
     packed = parts.rows("weight", low // width, -(-high // width)).reshape(-1).view(torch.uint8)
     packed = packed[low - low // width * width :][: high - low]

@@ -109,7 +109,7 @@ def _metadata_markers(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
 
 def _describe(checkpoint: Checkpoint, name: str, marker: Mapping[str, Any]) -> StoredLayer:
     kind = marker.get("format")
-    if kind not in COMFY_FORMATS and kind not in CONVERT_TO_QUANT_FORMATS:
+    if not isinstance(kind, str) or (kind not in COMFY_FORMATS and kind not in CONVERT_TO_QUANT_FORMATS):
         known = ", ".join([*COMFY_FORMATS, *CONVERT_TO_QUANT_FORMATS])
         raise CheckpointError(f"{checkpoint.path}: layer {name!r} is marked with format {kind!r}; known: {known}")
     weight = checkpoint.tensors.get(f"{name}.weight")

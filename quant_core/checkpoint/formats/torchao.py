@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ..reader import Checkpoint
 
 _PREFIX = "_weight_"
+_NAMES = "tensor_names"
 _QDATA, _SCALE = _PREFIX + "qdata", _PREFIX + "scale"
 
 
@@ -51,6 +52,7 @@ def find(checkpoint: Checkpoint) -> dict[str, StoredLayer]:
     Raises:
         CheckpointError: the metadata does not describe a layer's tensors, or as a class that is not known.
     """
+    _check_names(checkpoint)
     parts: dict[str, list[str]] = {}
     for name in checkpoint.tensors:
         layer, _, leaf = name.rpartition(".")
@@ -59,6 +61,20 @@ def find(checkpoint: Checkpoint) -> dict[str, StoredLayer]:
     return {
         layer: _describe(checkpoint, layer, tuple(keys)) for layer, keys in parts.items() if f"{layer}.{_QDATA}" in keys
     }
+
+
+def _check_names(checkpoint: Checkpoint) -> None:
+    """torchao's own reader goes by a list of the names in the metadata; what is written from it goes by it too."""
+    text = checkpoint.metadata.get(_NAMES, "[]")
+    try:
+        names = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{checkpoint.path}: the metadata entry {_NAMES!r} is not JSON ({error})") from error
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise CheckpointError(
+            f"{checkpoint.path}: the metadata entry {_NAMES!r} is not a list of tensor names, as torchao writes it; "
+            "save the file again with its metadata"
+        )
 
 
 def _describe(checkpoint: Checkpoint, layer: str, keys: tuple[str, ...]) -> StoredLayer:
