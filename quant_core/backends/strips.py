@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch import nn
 
 ROWS = 128
+_TILE_COLUMNS = 4
 _COLUMNS = 1024  # a multiple of 4 blocks of any size in use
 
 
@@ -37,6 +39,19 @@ def quantize_strips(
         all_scales += [_as_bytes(scales).reshape(-1) for _, scales in parts]
     codes, scales = parts[0]
     return torch.cat(all_codes).view(codes.dtype), torch.cat(all_scales).view(scales.dtype)
+
+
+def tiled_scales(scales: torch.Tensor) -> torch.Tensor:
+    """Put the scales ``[n, blocks in a row]`` of some rows in tiles, filled up with zeros; the result is flat.
+
+    A tile's 128 rows are stored as 32 of 16: row ``r`` has the columns from ``r // 32 * 4`` on in row ``r % 32``.
+    """
+    rows, columns = scales.shape
+    plain = _as_bytes(scales)
+    if rows % ROWS or columns % _TILE_COLUMNS:
+        plain = nn.functional.pad(plain, (0, -columns % _TILE_COLUMNS, 0, -rows % ROWS))
+    split = plain.view(-1, 4, ROWS // 4, plain.shape[1] // _TILE_COLUMNS, _TILE_COLUMNS)
+    return split.permute(0, 3, 2, 1, 4).reshape(-1).view(scales.dtype)
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:

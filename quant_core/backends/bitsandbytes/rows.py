@@ -1,7 +1,13 @@
-"""Quantizing a weight to 4 bits with bitsandbytes, whole or a run of rows at a time."""
+"""Quantizing a weight to bitsandbytes' 4-bit formats, whole or a run of rows at a time.
+
+On a CPU the codes are computed here: bitsandbytes searches its codebook by bisection, in fresh float32 and integer
+copies of all that it is given. The scaled values are the same float32 products, and are compared with the same
+thresholds, so the bytes are the same.
+"""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,10 +18,12 @@ import torch
 from torch import nn
 
 from ...backend import RowQuantizer, finite_range
+from ..scratch import TILE, Scratch
+from ..search import CodeSearch, beyond
 from .layout import NESTED_BLOCKSIZE, Layout, Tensors
 
-# On a CPU the library makes several float32 and integer copies of what it is given; a million elements bound them.
 _CPU_CHUNK = 1 << 20
+_SMALLEST_ABSMAX = 1e-38  # bitsandbytes takes the reciprocal of no smaller one
 
 
 def library() -> ModuleType:
@@ -23,6 +31,21 @@ def library() -> ModuleType:
     import bitsandbytes.functional
 
     return bitsandbytes.functional
+
+
+@functools.cache
+def _search(quant_type: str) -> CodeSearch:
+    """Return the search for the nearest of the library's 16 values, the lower one at a tie."""
+    values = library().get_4bit_type(quant_type, device="cpu")
+    order = torch.argsort(values)
+    thresholds = (values[order[:-1]] + values[order[1:]]) / 2
+    below = thresholds[thresholds < 0].neg().flip(0)
+    ranks = below.numel()
+    return CodeSearch(
+        positive=(ranks, beyond(thresholds[thresholds >= 0])),
+        negative=(-ranks, below),
+        codes=None if torch.equal(order, torch.arange(16, device="cpu")) else order.to(torch.uint8),
+    )
 
 
 def quantize_weight(weight: torch.Tensor, config: Any) -> tuple[Tensors, Layout]:
@@ -51,7 +74,7 @@ def quantize_weight(weight: torch.Tensor, config: Any) -> tuple[Tensors, Layout]
 class BitsAndBytesRows(RowQuantizer):
     """Quantizes a weight in runs of rows; only the absmax values are kept until the end."""
 
-    scratch = 24
+    scratch = 9
 
     def __init__(
         self,
@@ -69,14 +92,21 @@ class BitsAndBytesRows(RowQuantizer):
         # Blocks run over the whole weight, so a run has to end where a block (and a byte of the storage) ends.
         self.multiple = math.lcm(self.layout.blocksize, 2 * config.quant_storage.itemsize)
         self.multiple //= math.gcd(self.multiple, in_features)
+        self._scratch = Scratch()
 
     def quantize(self, rows: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        finite_range(rows)
+        if rows.dtype == torch.float64:
+            finite_range(rows)  # as float32 a large value would be called infinite
         codes, absmax = self.run(rows.view(-1))
-        return {"weight": codes}, absmax
+        finite_range(absmax)
+        # It waits for the layer's end: in the weight's dtype, which has its values exactly, unless raised from zero.
+        narrow = absmax.to(self.dtype)
+        return {"weight": codes}, narrow if torch.equal(narrow.float(), absmax) else absmax
 
     def run(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ``(packed codes, absmax of each block)`` of the next elements ``[n]``."""
+        """Return ``(packed codes, absmax of each block, float32)`` of the next elements ``[n]``."""
+        if flat.device.type == "cpu":
+            return self._run_on_cpu(flat)
         codes, state = library().quantize_4bit(
             flat.to(self.dtype),
             blocksize=self.layout.blocksize,
@@ -85,9 +115,34 @@ class BitsAndBytesRows(RowQuantizer):
         )
         return codes, state.absmax
 
+    def _run_on_cpu(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        search, blocksize = _search(self.config.quant_type), self.layout.blocksize
+        elements = flat.numel()
+        packed = torch.empty(-(-elements // 2), dtype=torch.uint8, device="cpu")
+        absmax = torch.empty(-(-elements // blocksize), dtype=torch.float32, device="cpu")
+        for start in range(0, elements, TILE):
+            tile = flat[start : start + TILE]
+            size, whole = tile.numel(), tile.numel() // blocksize * blocksize
+            values = self._scratch.get("values", size + size % 2)
+            values[:size].copy_(tile)
+            values[size:].zero_()  # the last byte's second half, in a weight of an odd size
+            scaled = torch.abs(values, out=self._scratch.get("scaled", values.numel()))
+            found = absmax[start // blocksize : -(-(start + size) // blocksize)]
+            if whole:
+                blocks = (whole // blocksize, blocksize)
+                torch.amax(scaled[:whole].view(blocks), dim=1, out=found[: blocks[0]])
+                reciprocal = 1.0 / found[: blocks[0], None].clamp(min=_SMALLEST_ABSMAX)
+                torch.mul(values[:whole].view(blocks), reciprocal, out=scaled[:whole].view(blocks))
+            if whole < size:  # bitsandbytes divides in a block that is not full, and keeps no absmax of zero for it
+                found[-1] = scaled[whole:].amax().clamp(min=_SMALLEST_ABSMAX)
+                torch.div(values[whole:], found[-1], out=scaled[whole:])
+            search.pack(scaled, packed[start // 2 : (start + size + 1) // 2])
+        return packed.view(self.config.quant_storage).unsqueeze(1), absmax
+
     def finish(self, kept: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         functional = library()
-        absmax = torch.cat(list(kept))
+        absmax = torch.empty(sum(part.numel() for part in kept), dtype=torch.float32, device=kept[0].device)
+        torch.cat(list(kept), out=absmax)
         state = functional.QuantState(
             absmax=absmax,
             shape=self.shape,
@@ -99,7 +154,7 @@ class BitsAndBytesRows(RowQuantizer):
         if self.layout.nested:
             mean = absmax.mean()
             self.layout = replace(self.layout, nested_offset=mean.item())
-            state.absmax, state.state2 = functional.quantize_blockwise(absmax - mean, blocksize=NESTED_BLOCKSIZE)
+            state.absmax, state.state2 = functional.quantize_blockwise(absmax.sub_(mean), blocksize=NESTED_BLOCKSIZE)
             state.offset, state.nested = mean, True
         tensors = {f"weight.{key}": value for key, value in state.as_dict(packed=True).items()}
         marker = tensors[self.layout.marker_key]

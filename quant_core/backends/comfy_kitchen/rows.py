@@ -3,21 +3,23 @@
 Weights are quantized as float32, whatever their dtype: comfy-kitchen computes in the dtype it is given, and rotating
 and dividing in bfloat16 costs up to a tenth more weight error for the same file.
 
-On a CPU, fp8 and int8 are computed here rather than by comfy-kitchen: the same operations on the same values, written
-into buffers that stay. Fresh temporaries cost more in page faults than the arithmetic does.
+On a CPU, all but the rotated int4 formats are computed here rather than by comfy-kitchen: the same operations on the
+same values, written into buffers that stay. Fresh temporaries cost more in page faults than the arithmetic does.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from ...backend import RowQuantizer, finite_range
 from ...errors import QuantizationError
-from ..strips import ROWS, quantize_strips
+from ..scratch import Scratch
+from ..strips import ROWS
+from .block_rows import mxfp8_rows, nvfp4_rows
 from .formats import FORMATS_BY_NAME, MARKER_KEY, ComfyFormat, Marker, as_written, encode_marker, layer_marker
 from .kernels import FLOAT_DTYPES, NVFP4_MAX, fp8_scale, kitchen, layout_of
 
@@ -38,7 +40,7 @@ class ComfyRowQuantizer(RowQuantizer):
         self.marker = marker
         self.format: ComfyFormat = FORMATS_BY_NAME[marker.format]
         self.dtype = dtype if dtype in FLOAT_DTYPES else config.orig_dtype
-        self._buffers = threading.local()
+        self._scratch = Scratch()
         self.amax: torch.Tensor  # of the whole weight, set by set_range
 
     def set_range(self, low: torch.Tensor, high: torch.Tensor) -> None:
@@ -67,10 +69,7 @@ class ComfyRowQuantizer(RowQuantizer):
         """Return ``rows`` as float32 in a buffer that the next call of this thread reuses (on a CPU)."""
         if rows.device.type != "cpu":
             return rows.float()
-        buffer = getattr(self._buffers, "float", None)
-        if buffer is None or buffer.numel() < rows.numel():
-            buffer = self._buffers.float = torch.empty(rows.numel(), dtype=torch.float32, device="cpu")
-        return buffer[: rows.numel()].view(rows.shape).copy_(rows)
+        return self._scratch.get("float", rows.numel()).view(rows.shape).copy_(rows)
 
 
 class _Fp8Rows(ComfyRowQuantizer):
@@ -130,10 +129,7 @@ class _Int8ChannelRows(ComfyRowQuantizer):
 
         group = self.marker.rotation
         hadamard = _build_hadamard(group, device="cpu", dtype=torch.float32)
-        buffer = getattr(self._buffers, "rotated", None)
-        if buffer is None or buffer.numel() < values.numel():
-            buffer = self._buffers.rotated = torch.empty(values.numel(), dtype=torch.float32, device="cpu")
-        out = buffer[: values.numel()].view(-1, group)
+        out = self._scratch.get("rotated", values.numel()).view(-1, group)
         return torch.matmul(values.view(-1, group), hadamard.T, out=out).view(values.shape)
 
     def codes(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -145,16 +141,18 @@ class _Int8ChannelRows(ComfyRowQuantizer):
 class _NVFP4Rows(ComfyRowQuantizer):
     needs_range = True
     multiple = ROWS
-    scratch = 12
+    scratch = 4
 
     def scale(self) -> torch.Tensor:
         scale = self.amax / NVFP4_MAX
         return torch.where(scale == 0, torch.ones_like(scale), scale)
 
     def codes(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-        scale = self.scale()
-        codes, blocks = quantize_strips(rows, lambda part: kitchen().quantize_nvfp4(part.float(), scale))
-        return {"weight": codes, "weight_scale": blocks}
+        if rows.device.type == "cpu":
+            codes, blocks = nvfp4_rows(rows, self.scale(), self._scratch)
+        else:
+            codes, blocks = kitchen().quantize_nvfp4(rows.float(), self.scale())
+        return {"weight": codes, "weight_scale": blocks.reshape(-1)}
 
     def scales(self) -> dict[str, torch.Tensor]:
         return {"weight_scale_2": self.scale()}
@@ -162,19 +160,19 @@ class _NVFP4Rows(ComfyRowQuantizer):
 
 class _MXFP8Rows(ComfyRowQuantizer):
     multiple = ROWS
-    scratch = 12
+    scratch = 4
 
     def codes(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-        def quantize(part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if rows.device.type == "cpu":
+            codes, blocks = mxfp8_rows(rows, self._scratch)
+        else:
             # A block below the smallest exponent would be divided by a scale that underflows to 0, giving NaN codes.
-            return kitchen().quantize_mxfp8(torch.nn.functional.hardshrink(part.float(), _MXFP8_SMALLEST))
-
-        codes, blocks = quantize_strips(rows, quantize)
-        return {"weight": codes, "weight_scale": blocks}
+            codes, blocks = kitchen().quantize_mxfp8(nn.functional.hardshrink(rows.float(), _MXFP8_SMALLEST))
+        return {"weight": codes, "weight_scale": blocks.reshape(-1)}
 
 
 class _ConvRotInt4Rows(ComfyRowQuantizer):
-    scratch = 24
+    scratch = 36
 
     def codes(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
         codes, params = layout_of(self.format).quantize(self.as_float(rows), convrot_groupsize=self.marker.rotation)

@@ -115,8 +115,8 @@ class TorchAOBackend(QuantBackend):
             layer.bias = nn.Parameter(linear.bias.detach().to(weight.device), requires_grad=False)
         return layer if model_device is None else layer.to(device=model_device)
 
-    def row_quantizer(self, out_features: int, in_features: int, dtype: torch.dtype) -> RowQuantizer | None:
-        return TorchAORows(self.scheme, dtype) if self.scheme.takes_runs() else None
+    def row_quantizer(self, out_features: int, in_features: int, dtype: torch.dtype) -> RowQuantizer:
+        return TorchAORows(self.scheme, dtype)
 
     def create_quantized_linear_shell(self, linear: nn.Linear, compute_dtype: torch.dtype) -> TorchAOLinear:
         return TorchAOLinear(
