@@ -49,7 +49,7 @@ with open(sys.argv[1], "rb", buffering=0) as source, open(sys.argv[2], "wb", buf
             torch.aminmax(values)
             codes = narrow[: values.numel()].copy_(values)
             out.write(codes.view(torch.uint8).numpy())
-print(time.process_time() - began, flush=True); sys.stdin.readline()
+print(time.process_time() - began, 0, flush=True); sys.stdin.readline()
 """
 
 _OURS = """
@@ -66,7 +66,7 @@ print("ready", flush=True); sys.stdin.readline(); began = time.process_time()
 planned = plan(sys.argv[1], recipe)
 report = convert(planned, sys.argv[2])
 assert report.bytes_after == planned.file_bytes
-print(time.process_time() - began, flush=True); sys.stdin.readline()
+print(time.process_time() - began, planned.peak_bytes / 1e6, flush=True); sys.stdin.readline()
 """
 
 
@@ -78,8 +78,8 @@ def anonymous_bytes(pid: int) -> int:
     return 0
 
 
-def measure(code: str, *arguments: str) -> tuple[float, float, float]:
-    """Return ``(CPU seconds, wall seconds, peak anonymous MB)`` of a case, all beyond its imports."""
+def measure(code: str, *arguments: str) -> tuple[float, float, float, float]:
+    """Return ``(CPU seconds, wall seconds, peak anonymous MB, planned MB)`` of a case, all beyond its imports."""
     command = [sys.executable, "-c", code, *arguments]
     process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin is not None and process.stdout is not None
@@ -99,14 +99,15 @@ def measure(code: str, *arguments: str) -> tuple[float, float, float]:
     began = time.perf_counter()
     process.stdin.write("\n")
     process.stdin.flush()
-    cpu = process.stdout.readline()
+    result = process.stdout.readline().split()
     wall = time.perf_counter() - began
     running = False
     watcher.join()
     process.communicate("\n")
-    if process.returncode or not cpu:
+    if process.returncode or not result:
         raise RuntimeError(f"{arguments} failed")
-    return float(cpu), wall, (peak - base) / 1e6
+    cpu, planned = map(float, result)
+    return cpu, wall, (peak - base) / 1e6, planned
 
 
 def measure_peer(command: list[str]) -> float:
@@ -138,15 +139,18 @@ def main() -> None:
         out = str(Path(folder) / "out.safetensors")
         gigabytes = source.stat().st_size / 1e9
         print(f"{source.name}: {gigabytes:.2f} GB")
-        print(f"{'case':40} {'CPU s/GB':>9} {'wall s/GB':>9} {'x floor':>8} {'peak MB':>8}")
+        print(f"{'case':40} {'CPU s/GB':>9} {'wall s/GB':>9} {'x floor':>8} {'peak MB':>8} {'planned':>8}")
         floor = 0.0
         for case in ("floor", *options.methods.split(","), "floor"):
             method, *extra = case.split()
             arguments = [str(source), out] + ([] if case == "floor" else [method, *extra])
-            cpu, wall, peak = measure(_FLOOR if case == "floor" else _OURS, *arguments)
+            cpu, wall, peak, planned = measure(_FLOOR if case == "floor" else _OURS, *arguments)
             floor = floor or cpu
             ratio = cpu / floor
-            print(f"{case:40} {cpu / gigabytes:9.2f} {wall / gigabytes:9.2f} {ratio:8.2f} {peak:8.1f}", flush=True)
+            print(
+                f"{case:40} {cpu / gigabytes:9.2f} {wall / gigabytes:9.2f} {ratio:8.2f} {peak:8.1f} {planned:8.1f}",
+                flush=True,
+            )
         if options.peers:
             peer = ["convert_to_quant", "-i", str(source), "-o", out, "--simple", "--comfy_quant"]
             try:

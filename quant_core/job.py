@@ -1,9 +1,9 @@
-"""One run of a conversion: every item of a blueprint goes through the pipeline into the output."""
+"""One run of a conversion: every item of a blueprint is a task of the pipeline, from the source into the output."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -19,7 +19,7 @@ from .errors import CheckpointError, QuantizationError
 from .layout import Item
 from .measure import relative_error
 from .output import Output
-from .pipeline import Pipeline
+from .pipeline import Cancelled, Pipeline
 from .plan import DEQUANTIZE, KEEP, PlanRow
 from .runs import BUDGET, COPY_BYTES, RUN_ELEMENTS, run_cost, run_rows
 from .selection import Reason
@@ -30,13 +30,16 @@ _REPORT_BYTES = 16 << 20  # within a large tensor, progress is told about this o
 
 
 class WeightTransform(Protocol):
-    """Changes weights while they are converted, before they are quantized: a LoRA that is baked in."""
+    """Changes weights while they are converted, before they are quantized: a LoRA that is baked in.
+
+    ``layer`` is a layer's name for its weight, and the tensor's own name for what is no weight, e.g. ``"out.bias"``.
+    """
 
     identity: str
     """What distinguishes this transform from others, for resuming."""
 
     def applies_to(self, layer: str) -> bool:
-        """Whether the weight of this layer is changed."""
+        """Whether the weight of this layer, or this tensor, is changed."""
 
     def __call__(self, layer: str, rows: torch.Tensor, start: int) -> torch.Tensor:
         """Return the new values of the rows from ``start`` on, float32 as given. May be called by several threads.
@@ -46,7 +49,7 @@ class WeightTransform(Protocol):
 
 
 class _Layer:
-    """A tensor that is computed: where its runs come from, and what is kept of them until its end."""
+    """A tensor that is computed."""
 
     def __init__(self, item: Item, row: PlanRow, backend: QuantBackend | None, quantizer: RowQuantizer | None) -> None:
         self.name = row.layer
@@ -56,11 +59,6 @@ class _Layer:
         self.quantizer = quantizer
         self.dtype: torch.dtype = getattr(torch, row.dtype)
         self.shape = row.shape
-        self.range_begun = False
-        self.ranges_left = 0
-        self.low: torch.Tensor | None = None
-        self.high: torch.Tensor | None = None
-        self.kept: list[Any] = []
 
 
 class Job:
@@ -99,33 +97,34 @@ class Job:
         self.errors: dict[str, float] = {}
         self.total = sum(info.nbytes for info in self.checkpoint.tensors.values())
         self.done = 0
-        self.reported = 0
 
     def run(self) -> dict[str, float]:
         """Convert every item; return the measured errors, ``{layer: relative weight error}``."""
         try:
             with Pipeline(self.workers, BUDGET if self.on_cpu else 64 * BUDGET) as pipeline:
-                items = [item for item in self.blueprint.items if not self._adopted(item)]
-                layers = [self._layer(item) for item in items]
-                for index, (item, layer) in enumerate(zip(items, layers, strict=True)):
-                    # The range of the next layer is looked for while this one is quantized.
-                    for ahead in layers[index : index + 2]:
-                        if ahead is not None:
-                            self._begin_range(pipeline, ahead)
+                for item in self.blueprint.items:
+                    if self._adopted(item):
+                        continue
+                    layer = self._layer(item)
                     if layer is None:
-                        self._copy(pipeline, item)
+                        task, cost = partial(self._copy, pipeline, item), COPY_BYTES
                     else:
-                        self._compute(pipeline, layer)
-                    self.checkpoint.check_unchanged()
+                        task, cost = partial(self._compute, pipeline, layer), self._cost(layer)
+                    pipeline.submit(task, partial(self._finished, item), cost)
         finally:
             self.reader.close()
         return self.errors
+
+    def _finished(self, item: Item, rest: int) -> None:
+        self.output.finish(item.outputs)
+        self.checkpoint.check_unchanged()
+        self._advance(rest, item.name if item.row is None else item.row.layer)
 
     def _adopted(self, item: Item) -> bool:
         if not self.output.adopt(item.outputs):
             return False
         size = self.checkpoint.tensors[item.name].nbytes if item.row is None else item.row.bytes_before
-        self._advance(size, item.name, True)
+        self._advance(size, item.name)
         return True
 
     def _layer(self, item: Item) -> _Layer | None:
@@ -133,7 +132,7 @@ class Job:
         row = item.row
         if row is None:
             name = item.name.removesuffix(".weight")
-            if self.transform is None or name == item.name or not self.transform.applies_to(name):
+            if self.transform is None or not self.transform.applies_to(name):
                 return None
             info = self.checkpoint.tensors[item.name]
             dtype = str(info.dtype).removeprefix("torch.")
@@ -147,11 +146,18 @@ class Job:
             quantizer = backend.row_quantizer(row.shape[0], row.shape[1], getattr(torch, row.dtype))
         return _Layer(item, row, backend, quantizer)
 
-    def _advance(self, count: int, name: str, end: bool) -> None:
+    def _advance(self, count: int, name: str) -> None:
         self.done += count
-        if self.progress is not None and (end or self.done - self.reported >= _REPORT_BYTES):
-            self.reported = self.done
+        if self.progress is not None:
             self.progress(min(self.done, self.total), self.total, name)
+
+    def _step(self, pipeline: Pipeline, count: int, name: str) -> int:
+        """Between the steps of a task: tell about ``count`` bytes if they are enough; return how many are left."""
+        pipeline.check()
+        if count < _REPORT_BYTES:
+            return count
+        pipeline.tell(partial(self._advance, count, name))
+        return 0
 
     # ------------------------------------------------------------------ reading
 
@@ -171,29 +177,50 @@ class Job:
         """Run ``work`` and have its errors name the file and the layer."""
         try:
             return work()
-        except (CheckpointError, OSError, MemoryError):
+        except (CheckpointError, OSError, MemoryError, Cancelled):
             raise
         except Exception as error:
             what = f"{self.checkpoint.path}: layer {layer.name!r} {list(layer.shape)}"
             raise QuantizationError(f"{what} ({layer.row.method or 'copied'}): {error}") from error
 
-    # ------------------------------------------------------------------ copying
+    # ------------------------------------------------------------------ tasks
 
-    def _copy(self, pipeline: Pipeline, item: Item) -> None:
+    def _copy(self, pipeline: Pipeline, item: Item) -> int:
+        """Copy a tensor; return how many bytes progress has not been told about yet."""
         size = self.checkpoint.tensors[item.name].nbytes
+        untold = 0
         for start in range(0, max(size, 1), COPY_BYTES):
-            stop = min(start + COPY_BYTES, size)
-            pipeline.submit(
-                partial(self.reader.read_bytes, item.name, start, stop),
-                partial(self._copied, item.name, stop == size),
-                stop - start,
-            )
+            data = self.reader.read_bytes(item.name, start, min(start + COPY_BYTES, size))
+            self.output.write(item.name, data)
+            untold = self._step(pipeline, untold + len(data), item.name)
+        return untold
 
-    def _copied(self, name: str, end: bool, data: memoryview) -> None:
-        self.output.write(name, data)
-        self._advance(len(data), name, end)
-
-    # ------------------------------------------------------------------ computing
+    def _compute(self, pipeline: Pipeline, layer: _Layer) -> int:
+        """Quantize a layer, or write it with other values; return as :meth:`_copy` does."""
+        quantizer, backend = layer.quantizer, layer.backend
+        if quantizer is not None and quantizer.needs_range:
+            self._guarded(layer, lambda: self._find_range(pipeline, layer, quantizer))
+        spans = self._spans(layer)
+        untold = 0
+        kept: list[Any] = []
+        for index, (start, stop) in enumerate(spans):
+            rows = self._guarded(layer, partial(self._rows, layer, start, stop))
+            if quantizer is not None:
+                parts, keep = self._guarded(layer, partial(quantizer.quantize, rows))
+                kept.append(keep)
+                self._write(layer, parts)
+            elif backend is not None:
+                self._write(layer, self._guarded(layer, partial(self._whole, layer, backend, rows)))
+            else:
+                self.output.expect(layer.row.tensor, rows)
+                self.output.write(layer.row.tensor, tensor_bytes(rows))
+            del rows
+            share = layer.row.bytes_before
+            share = share * (index + 1) // len(spans) - share * index // len(spans)
+            untold = self._step(pipeline, untold + share, layer.name)
+        if quantizer is not None:
+            self._write(layer, self._guarded(layer, lambda: quantizer.finish(kept)))
+        return untold
 
     def _spans(self, layer: _Layer) -> list[tuple[int, int]]:
         rows = layer.shape[0] if layer.shape else 1
@@ -209,48 +236,12 @@ class Job:
             return RUN_ELEMENTS * 12
         return run_cost(layer.quantizer, layer.shape, layer.dtype.itemsize, self.on_cpu)
 
-    def _begin_range(self, pipeline: Pipeline, layer: _Layer) -> None:
-        if layer.range_begun or layer.quantizer is None or not layer.quantizer.needs_range:
-            return
-        layer.range_begun = True
-        spans = self._spans(layer)
-        layer.ranges_left = len(spans)
-        for start, stop in spans:
-            task = partial(self._guarded, layer, partial(self._range_task, layer, start, stop))
-            pipeline.submit(task, partial(self._ranged, layer), self._cost(layer))
-
-    def _range_task(self, layer: _Layer, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return finite_range(self._rows(layer, start, stop))
-
-    @staticmethod
-    def _ranged(layer: _Layer, found: tuple[torch.Tensor, torch.Tensor]) -> None:
-        low, high = found
-        layer.low = low if layer.low is None else torch.minimum(layer.low, low)
-        layer.high = high if layer.high is None else torch.maximum(layer.high, high)
-        layer.ranges_left -= 1
-
-    def _compute(self, pipeline: Pipeline, layer: _Layer) -> None:
-        if layer.range_begun:
-            while layer.ranges_left:
-                pipeline.consume_one()
-            assert layer.quantizer is not None and layer.low is not None and layer.high is not None
-            low, high, quantizer = layer.low, layer.high, layer.quantizer
-            self._guarded(layer, lambda: quantizer.set_range(low, high))
-        spans = self._spans(layer)
-        source = layer.row.bytes_before
-        for index, (start, stop) in enumerate(spans):
-            share = source * (index + 1) // len(spans) - source * index // len(spans)
-            task = partial(self._guarded, layer, partial(self._run_task, layer, start, stop))
-            pipeline.submit(task, partial(self._computed, layer, share, stop == spans[-1][1]), self._cost(layer))
-
-    def _run_task(self, layer: _Layer, start: int, stop: int) -> tuple[dict[str, torch.Tensor], Any]:
-        rows = self._rows(layer, start, stop)
-        if layer.backend is None:
-            return {layer.row.tensor: rows.clone()}, None
-        if layer.quantizer is None:
-            return self._whole(layer, layer.backend, rows), None
-        parts, kept = layer.quantizer.quantize(rows)
-        return {f"{layer.name}.{key}": part.cpu() for key, part in parts.items()}, kept
+    def _find_range(self, pipeline: Pipeline, layer: _Layer, quantizer: RowQuantizer) -> None:
+        ends: list[torch.Tensor] = []
+        for start, stop in self._spans(layer):
+            ends += torch.aminmax(self._rows(layer, start, stop))
+            pipeline.check()
+        quantizer.set_range(*finite_range(torch.stack(ends)))
 
     def _whole(self, layer: _Layer, backend: QuantBackend, weight: torch.Tensor) -> dict[str, torch.Tensor]:
         finite_range(weight)
@@ -262,23 +253,10 @@ class Job:
         if self.measure:
             restored = backend.dequantize_to_linear(quantized, torch.float32).weight
             self.errors[layer.name] = relative_error(weight, restored.detach())
-        return {key: tensor.cpu() for key, tensor in flat.items()}
+        return {key.removeprefix(f"{layer.name}."): tensor for key, tensor in flat.items()}
 
-    def _computed(self, layer: _Layer, share: int, end: bool, result: tuple[dict[str, torch.Tensor], Any]) -> None:
-        parts, kept = result
-        self._write(parts)
-        if layer.quantizer is not None:
-            layer.kept.append(kept)
-            if end:
-                quantizer = layer.quantizer
-                rest = self._guarded(layer, lambda: quantizer.finish(layer.kept))
-                layer.kept = []
-                self._write({f"{layer.name}.{key}": tensor for key, tensor in rest.items()})
-        if end:
-            self.output.check_complete(layer.item.outputs)
-        self._advance(share, layer.name, end)
-
-    def _write(self, tensors: dict[str, torch.Tensor]) -> None:
-        for name, tensor in tensors.items():
-            self.output.expect(name, tensor)
-            self.output.write(name, tensor_bytes(tensor))
+    def _write(self, layer: _Layer, parts: Mapping[str, torch.Tensor]) -> None:
+        for key, part in parts.items():
+            name = f"{layer.name}.{key}"
+            self.output.expect(name, part)
+            self.output.write(name, tensor_bytes(part))

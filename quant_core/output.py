@@ -103,12 +103,8 @@ class Output:
         return False
 
     def write(self, name: str, data: memoryview) -> None:
-        """Write the next bytes of a tensor."""
-        writer = self._writer_of[name]
-        writer.write_part(name, data)
-        if name in writer.digests:
-            self.journal.record(name, writer.digests[name])
-            self._seal_if_full(writer)
+        """Write the next bytes of a tensor. Several threads may write, each tensor in one of them."""
+        self._writer_of[name].write_part(name, data)
 
     def expect(self, name: str, tensor: torch.Tensor) -> None:
         """Compare the dtype of a part of a tensor with the plan's.
@@ -120,15 +116,23 @@ class Output:
         if tensor.dtype != planned:
             raise CheckpointError(f"{self.destination}: tensor {name!r} is {tensor.dtype}, planned {planned}")
 
-    def check_complete(self, names: Sequence[str]) -> None:
-        """Raise CheckpointError if a tensor of an item that is done has not all its bytes."""
+    def finish(self, names: Sequence[str]) -> None:
+        """Note that the tensors of an item are written; called by one thread.
+
+        Raises:
+            CheckpointError: one has not all its bytes.
+        """
         for name in names:
-            if name not in self._writer_of[name].digests:
+            digest = self._writer_of[name].digests.get(name)
+            if digest is None:
                 raise CheckpointError(f"{self.destination}: tensor {name!r} was not written as it was planned")
+            self.journal.record(name, digest)
+        for name in names:
+            self._seal_if_full(self._writer_of[name])
 
     def _seal_if_full(self, writer: CheckpointWriter) -> None:
         # The first file's header has the checksums of all, and is written at the end.
-        if writer is not self._writers[0] and len(writer.digests) == len(writer.layout):
+        if writer not in {self._writers[0], *self._sealed} and len(writer.digests) == len(writer.layout):
             writer.seal()
             self._sealed.add(writer)
 

@@ -1,16 +1,18 @@
-"""Runs tasks in worker threads, a bounded number at a time, and hands over their results in order.
+"""Runs tasks in worker threads, a bounded number at a time, and tells the thread that owns them what they did.
 
-Reading and quantizing happen in the workers, hashing and writing in the thread that owns the pipeline; so the three
-overlap, what is in memory has a limit, and the bytes that are written do not depend on the number of threads: every
-task computes with one thread, and results come in the order of their submission.
+A task takes one tensor from reading to writing, so while one worker waits for the disk another computes. What is
+written does not depend on the number of threads: every task computes with one thread, and its place in the file is
+known beforehand.
 """
 
 from __future__ import annotations
 
 import os
-from collections import deque
+import queue
+import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -18,6 +20,12 @@ import torch
 
 MAX_WORKERS = 4
 """More workers gain little: they share the memory bandwidth."""
+
+_WAIT = 0.5  # seconds; a wait without an end cannot be interrupted on Windows
+
+
+class Cancelled(Exception):
+    """Ends a task whose result nobody waits for any more. It never leaves the pipeline."""
 
 
 def default_workers() -> int:
@@ -27,7 +35,7 @@ def default_workers() -> int:
 
 
 class Pipeline:
-    """A bounded pipeline. Use it as a context manager; leaving it normally consumes what is still under way.
+    """A bounded pipeline. Use it as a context manager; leaving it normally waits for what is still under way.
 
     Args:
         workers: threads that run tasks.
@@ -36,36 +44,31 @@ class Pipeline:
 
     def __init__(self, workers: int, budget: int) -> None:
         self._budget = budget
-        self._under_way = 0
-        self._queue: deque[tuple[Future[Any], Callable[[Any], None], int]] = deque()
+        self._workers = workers
+        self._tasks = 0
+        self._bytes = 0
+        self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._stopped = threading.Event()
         # Threads inside an operation would split reductions, whose rounding then depends on their number.
         self._executor = ThreadPoolExecutor(workers, "quant_core", initializer=torch.set_num_threads, initargs=(1,))
         self._threads = torch.get_num_threads()
 
+    # ------------------------------------------------------------------ for the owner
+
     def submit(self, task: Callable[[], Any], consume: Callable[[Any], None], cost: int) -> None:
-        """Run ``task`` in a worker, and later ``consume(its result)`` in this thread.
+        """Run ``task`` in a worker as soon as there is room, and later ``consume(its result)`` in this thread.
 
         Args:
-            cost: bytes that the task and its result take.
+            cost: bytes that the task takes.
 
         Raises:
-            BaseException: what an earlier task or ``consume`` raised.
+            BaseException: what an earlier task, ``consume``, or something that a task told raised.
         """
-        while self._queue and self._under_way + cost > self._budget:
-            self.consume_one()
-        self._queue.append((self._executor.submit(task), consume, cost))
-        self._under_way += cost
-
-    def consume_one(self) -> None:
-        """Wait for the oldest task and consume its result."""
-        future, consume, cost = self._queue.popleft()
-        consume(future.result())
-        self._under_way -= cost
-
-    def drain(self) -> None:
-        """Consume everything that is under way."""
-        while self._queue:
-            self.consume_one()
+        while self._tasks and (self._tasks > self._workers or self._bytes + cost > self._budget):
+            self._handle_event()
+        self._tasks += 1
+        self._bytes += cost
+        self._executor.submit(self._run, task, consume, cost)
 
     def __enter__(self) -> Pipeline:
         return self
@@ -74,8 +77,45 @@ class Pipeline:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if kind is None:
-                self.drain()
+            while kind is None and self._tasks:
+                self._handle_event()
         finally:
+            self._stopped.set()
             self._executor.shutdown(wait=True, cancel_futures=True)
             torch.set_num_threads(self._threads)  # the workers' setting is the default of threads made later
+
+    def _handle_event(self) -> None:
+        while True:
+            try:
+                event = self._events.get(timeout=_WAIT)
+            except queue.Empty:
+                continue
+            return event()
+
+    def _finished(self, consume: Callable[[Any], None], cost: int, result: Any) -> None:
+        self._tasks -= 1
+        self._bytes -= cost
+        consume(result)
+
+    @staticmethod
+    def _failed(error: BaseException) -> None:
+        raise error
+
+    # ------------------------------------------------------------------ for the tasks
+
+    def tell(self, event: Callable[[], None]) -> None:
+        """Have the owner call ``event``."""
+        self._events.put(event)
+
+    def check(self) -> None:
+        """Raise :class:`Cancelled` if the owner has left the pipeline. A long task calls this between its steps."""
+        if self._stopped.is_set():
+            raise Cancelled
+
+    def _run(self, task: Callable[[], Any], consume: Callable[[Any], None], cost: int) -> None:
+        try:
+            result = task()
+        except BaseException as error:  # raised again in the owner's thread
+            self._events.put(partial(self._failed, error))
+        else:
+            self._events.put(partial(self._finished, consume, cost, result))

@@ -330,8 +330,8 @@ def test_interrupt_on_the_command_line(source, tmp_path, monkeypatch, capsys):
 
     advance = Job._advance
 
-    def interrupt(self, count, name, end):
-        advance(self, count, name, end)
+    def interrupt(self, count, name):
+        advance(self, count, name)
         if self.done > self.total / 2:
             raise KeyboardInterrupt
 

@@ -6,6 +6,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -17,6 +18,8 @@ HERE = Path(__file__).parent
 METHOD = "comfy_kitchen_fp8_w8a8"
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals and resource limits of POSIX")
+
+_STUCK = 120  # seconds; a conversion here takes less than one
 
 # The imports are made once: the children are forks, which is what makes many kills affordable.
 _FORKS = """
@@ -65,7 +68,13 @@ class Server:
             text=True,
             env=environment,
             cwd=HERE.parent,
+            start_new_session=True,
         )
+
+    def _stop(self):
+        """Ends the process and its forks, so that whoever reads from them goes on."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
 
     def run(self, source, out, resume=False, kill_after=None, limit=0, shard_size=None):
         """Return ``(exit code, lines)``; ``kill_after``: kill that many seconds after the start."""
@@ -74,9 +83,17 @@ class Server:
         self.process.stdin.write("\t".join(arguments) + "\n")
         self.process.stdin.flush()
         lines = []
+        watchdog = threading.Timer(_STUCK, self._stop)
+        watchdog.start()
+        try:
+            return self._follow(lines, kill_after)
+        finally:
+            watchdog.cancel()
+
+    def _follow(self, lines, kill_after):
         while True:
             text = self.process.stdout.readline()
-            assert text, "the server ended"
+            assert text, f"the server ended, or a conversion took {_STUCK} s; it said {lines}"
             line = text.strip()
             if line.startswith("pid") and kill_after is not None:
                 time.sleep(kill_after)

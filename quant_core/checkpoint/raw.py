@@ -11,6 +11,8 @@ import torch
 from ..errors import CheckpointError
 from .reader import Checkpoint
 
+_LARGEST_KEPT = 16 << 20  # bytes; a layer that is read whole is not held on to
+
 
 class RawReader:
     """Reads bytes and rows of tensors as they are stored.
@@ -25,26 +27,29 @@ class RawReader:
         self._files: list[BinaryIO] = []
 
     def read_bytes(self, name: str, start: int, stop: int) -> memoryview:
-        """Return the bytes ``start`` to ``stop`` of a tensor in memory of their own.
+        """Return the bytes ``start`` to ``stop`` of a tensor, in memory that this thread's next call overwrites.
 
         Raises:
             CheckpointError: the file ends before; the message names it.
         """
-        view = _as_bytes(torch.empty(stop - start, dtype=torch.uint8))
-        self._read_into(name, start, view)
-        return view
+        return _as_bytes(self._read(name, start, stop - start))
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Return the rows ``start`` to ``stop`` of a tensor, in memory that this thread's next call overwrites."""
         info = self._checkpoint.tensors[name]
         row = info.nbytes // info.shape[0] if info.shape[0] else 0
-        size = (stop - start) * row
+        part = self._read(name, start * row, (stop - start) * row)
+        return part.view(info.dtype).view(stop - start, *info.shape[1:])
+
+    def _read(self, name: str, offset: int, size: int) -> torch.Tensor:
         buffer: torch.Tensor | None = getattr(self._thread, "buffer", None)
         if buffer is None or buffer.numel() < size:
-            buffer = self._thread.buffer = torch.empty(size, dtype=torch.uint8)
+            buffer = torch.empty(size, dtype=torch.uint8)
+            if size <= _LARGEST_KEPT:
+                self._thread.buffer = buffer
         part = buffer[:size]
-        self._read_into(name, start * row, _as_bytes(part))
-        return part.view(info.dtype).view(stop - start, *info.shape[1:])
+        self._read_into(name, offset, _as_bytes(part))
+        return part
 
     def _read_into(self, name: str, offset: int, view: memoryview) -> None:
         path = self._checkpoint.file_of(name)

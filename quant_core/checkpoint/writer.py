@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import secrets
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -84,7 +85,8 @@ class CheckpointWriter:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         # Not made from the file's name: that may have the longest length already that the file system takes.
         self._temporary = partial or self.path.with_name(f".quantcore-{os.getpid()}-{secrets.token_hex(4)}.tmp")
-        self._file: BinaryIO | None = None
+        self._thread = threading.local()
+        self._files: list[BinaryIO] = []
         if not self._temporary.exists():
             with open(self._temporary, "xb") as file:
                 file.write(head)
@@ -111,7 +113,7 @@ class CheckpointWriter:
         self.write_part(name, tensor_bytes(tensor))
 
     def write_part(self, name: str, data: memoryview | bytes) -> None:
-        """Write the next bytes of a tensor of the layout.
+        """Write the next bytes of a tensor of the layout. Threads may write different tensors at the same time.
 
         Raises:
             CheckpointError: they are more than the tensor has.
@@ -154,9 +156,12 @@ class CheckpointWriter:
         self.digests.pop(name, None)
 
     def _open(self) -> BinaryIO:
-        if self._file is None:
-            self._file = open(self._temporary, "r+b", buffering=0)  # noqa: SIM115 -- closed by seal and discard
-        return self._file
+        """Return this thread's open file: its position is its own."""
+        file: BinaryIO | None = getattr(self._thread, "file", None)
+        if file is None or file.closed:
+            file = self._thread.file = open(self._temporary, "r+b", buffering=0)  # noqa: SIM115 -- see close
+            self._files.append(file)
+        return file
 
     # ------------------------------------------------------------------ the end
 
@@ -184,10 +189,10 @@ class CheckpointWriter:
         sync_folder(self.path.parent)
 
     def close(self) -> None:
-        """Close the temporary file and leave it where it is."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        """Close the temporary file and leave it where it is; no thread may be writing."""
+        for file in self._files:
+            file.close()
+        self._files.clear()
 
     def discard(self) -> None:
         """Remove the temporary file."""
