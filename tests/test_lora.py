@@ -145,6 +145,55 @@ def test_a_file_with_loras(model, tmp_path):
     assert digest.content
 
 
+def other_adapter(kind, weight):
+    """Tensors of an adapter for ``weight [512, 256]``, and the weight that it makes at strength 0.5, in float64."""
+    generator = torch.Generator().manual_seed(3)
+
+    def random(*shape):
+        return torch.randn(*shape, generator=generator) / 10
+
+    w = weight.double()
+    if kind == "LoHa":
+        parts = {"hada_w1_a": random(512, 4), "hada_w1_b": random(4, 256)}
+        parts |= {"hada_w2_a": random(512, 4), "hada_w2_b": random(4, 256), "alpha": torch.tensor(2.0)}
+        a, b, c, d = (tensor.double() for tensor in list(parts.values())[:4])
+        return parts, w + 0.5 * (2.0 / 4) * (a @ b) * (c @ d)
+    if kind == "LoKr":
+        parts = {"lokr_w1": random(8, 4), "lokr_w2_a": random(64, 2), "lokr_w2_b": random(2, 64)}
+        parts["alpha"] = torch.tensor(3.0)
+        first, a, b = (tensor.double() for tensor in list(parts.values())[:3])
+        return parts, w + 0.5 * (3.0 / 2) * torch.kron(first, a @ b)
+    if kind == "difference":
+        parts = {"diff": random(512, 256)}
+        return parts, w + 0.5 * parts["diff"].double()
+    parts = {"lora_up.weight": random(512, 4), "lora_down.weight": random(4, 256), "dora_scale": random(512, 1) + 1}
+    up, down, scale = (tensor.double() for tensor in parts.values())
+    return parts, w + 0.5 * ((w + up @ down) * scale / w.norm(dim=1, keepdim=True) - w)
+
+
+@pytest.mark.parametrize("kind", ["LoHa", "LoKr", "difference", "DoRA"])
+def test_other_adapters(model, tmp_path, kind):
+    checkpoint = open_checkpoint(model)
+    name = next(name for name in checkpoint.tensors if name.endswith("blocks.0.up.weight"))
+    weight = checkpoint.read(name).float()
+    parts, truth = other_adapter(kind, weight)
+    save_file({f"diffusion_model.blocks.0.up.{key}": part for key, part in parts.items()}, tmp_path / "l.safetensors")
+    merge = LoraMerge(checkpoint, [(tmp_path / "l.safetensors", 0.5)])
+    (layer,) = merge.layers
+    runs = [merge(layer, weight[start : start + 100], start) for start in range(0, 512, 100)]
+    torch.testing.assert_close(torch.cat(runs).double(), truth, rtol=1e-4, atol=1e-5)
+
+
+def test_shards_and_resume_give_the_same_weights(model, tmp_path):
+    loras = [(write_lora(tmp_path / "lora.safetensors"), 1.0)]
+    merge_lora(model, tmp_path / "one.safetensors", loras)
+    merge_lora(model, tmp_path / "many.safetensors", loras, shard_size=300_000, resume=True)
+    shards = sorted(tmp_path.glob("many-0*.safetensors"))
+    one, many = load_file(tmp_path / "one.safetensors"), {k: t for s in shards for k, t in load_file(s).items()}
+    assert len(shards) > 1 and one.keys() == many.keys()
+    assert all(torch.equal(one[key], many[key]) for key in one)
+
+
 # ---------------------------------------------------------------- what does not fit
 
 
@@ -169,16 +218,11 @@ def test_nothing_fits(model, tmp_path):
 @pytest.mark.parametrize(
     ("key", "kind"),
     [
-        ("dora_scale", "DoRA"),
         ("lora_magnitude_vector", "DoRA"),
-        ("hada_w1_a", "LoHa"),
-        ("lokr_w1", "LoKr"),
-        ("lokr_w2_a", "LoKr"),
         ("oft_blocks", "OFT"),
         ("a1.weight", "GLoRA"),
-        ("lora_mid.weight", "LoCon"),
-        ("diff", "difference"),
-        ("diff_b", "difference"),
+        ("set_weight", "replaces or reshapes"),
+        ("reshape_weight", "replaces or reshapes"),
     ],
 )
 def test_other_adapters_are_named_and_refused(model, tmp_path, key, kind):
@@ -189,7 +233,7 @@ def test_other_adapters_are_named_and_refused(model, tmp_path, key, kind):
 
 def test_another_models_shapes(model, tmp_path):
     lora = write_lora(tmp_path / "lora.safetensors", shape=(512, 128))
-    with pytest.raises(CheckpointError, match=r"\[512, 4\] x \[4, 128\].*is \[512, 256\]: the LoRA is for another"):
+    with pytest.raises(CheckpointError, match=r"LoRA of 512 x 128.*is \[512, 256\]: the LoRA is for another"):
         LoraMerge(open_checkpoint(model), [(lora, 1.0)])
 
 
@@ -217,6 +261,96 @@ def test_not_onto_itself(model, tmp_path):
         merge_lora(model, model, [(lora, 1.0)])
     with pytest.raises(ValueError, match="strength"):
         LoraMerge(open_checkpoint(model), [(lora, float("nan"))])
+
+
+def test_biases_are_written_too(model, tmp_path):
+    before = load_file(model)
+    layer = next(name[:-5] for name in before if name.endswith("blocks.0.up.bias"))
+    change = torch.randn(512, generator=torch.Generator().manual_seed(3))
+    lora = write_lora(tmp_path / "lora.safetensors", diff_b=change)
+    merge_lora(model, tmp_path / "float.safetensors", [(lora, 0.5)])
+    merge = LoraMerge(open_checkpoint(model), [(lora, 0.5)])
+    assert merge.others == [f"{layer}.bias"]
+    convert(
+        plan(model, QuantizeConfig(method="comfy_kitchen_int8_w8a8")), tmp_path / "int8.safetensors", transform=merge
+    )
+    bias = before[f"{layer}.bias"]
+    truth = (bias.double() + 0.5 * change.double()).to(bias.dtype)
+    for name in ("float", "int8"):
+        after = load_file(tmp_path / f"{name}.safetensors")
+        torch.testing.assert_close(after[f"{layer}.bias"], truth)
+        assert not torch.equal(after[f"{layer}.bias"], bias)
+
+
+def test_resumed_is_the_same_as_uninterrupted(model, tmp_path):
+    lora = write_lora(tmp_path / "lora.safetensors")
+    merge_lora(model, tmp_path / "whole.safetensors", [(lora, 1.0)])
+
+    def stop(done, total, name):
+        if done > total / 2:
+            raise KeyboardInterrupt
+
+    out = tmp_path / "out" / "m.safetensors"
+    with pytest.raises(KeyboardInterrupt):
+        merge_lora(model, out, [(lora, 1.0)], progress=stop, resume=True)
+    assert not out.exists()
+    with pytest.raises(CheckpointError, match="cannot be resumed"):
+        merge_lora(model, out, [(lora, 0.5)], resume=True)
+    arguments = ["merge-lora", str(model), str(out), "--lora", str(lora), "1.0", "--resume", "--threads", "1"]
+    assert main(arguments) == 0
+    assert out.read_bytes() == (tmp_path / "whole.safetensors").read_bytes()
+    assert [path.name for path in out.parent.iterdir()] == ["m.safetensors"]
+
+
+CONVOLUTION = {
+    "lora_mid": (
+        {"lora_up.weight": (16, 4, 1, 1), "lora_mid.weight": (4, 4, 3, 3), "lora_down.weight": (4, 8, 1, 1)},
+        lambda up, mid, down: torch.einsum("oc,cakl,ai->oikl", up[:, :, 0, 0], mid, down[:, :, 0, 0]),
+    ),
+    "LoHa with cores": (
+        {
+            f"hada_{n}": s
+            for i in "12"
+            for n, s in {f"t{i}": (4, 4, 3, 3), f"w{i}_a": (4, 16), f"w{i}_b": (4, 8)}.items()
+        },
+        lambda t1, a1, b1, t2, a2, b2: (
+            torch.einsum("ijkl,ip,jr->prkl", t1, a1, b1) * torch.einsum("ijkl,ip,jr->prkl", t2, a2, b2)
+        ),
+    ),
+    "LoKr with a core": (
+        {"lokr_w1": (4, 2), "lokr_t2": (4, 4, 3, 3), "lokr_w2_a": (4, 4), "lokr_w2_b": (4, 4)},
+        lambda w1, core, a, b: torch.kron(
+            w1[:, :, None, None], torch.einsum("ijkl,ip,jr->prkl", core, a, b).contiguous()
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", CONVOLUTION)
+def test_adapters_of_convolutions_with_a_core(kind, tmp_path):
+    shapes, formula = CONVOLUTION[kind]
+    generator = torch.Generator().manual_seed(7)
+    parts = {key: torch.randn(shape, generator=generator) for key, shape in shapes.items()}
+    named = {f"conv.{key}": tensor for key, tensor in parts.items()}
+    save_file({**named, "conv.alpha": torch.tensor(ALPHA)}, tmp_path / "lora.safetensors")
+    weight = torch.randn(16, 8, 3, 3, generator=generator)
+    merge = LoraMerge({"conv.weight": weight.shape}, [(tmp_path / "lora.safetensors", 0.5)])
+    change = formula(*(tensor.double() for tensor in parts.values()))
+    truth = weight.double() + 0.5 * ALPHA / 4 * change
+    torch.testing.assert_close(merge("conv", weight).double(), truth, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(merge("conv", weight[5:11], 5).double(), truth[5:11], rtol=1e-5, atol=1e-5)
+
+
+def test_command_writes_shards(model, tmp_path):
+    lora = write_lora(tmp_path / "lora.safetensors")
+    merge_lora(model, tmp_path / "whole.safetensors", [(lora, 1.0)])
+    out = tmp_path / "out" / "m.safetensors"
+    assert main(["merge-lora", str(model), str(out), "--lora", str(lora), "--shard-size", "500KB"]) == 0
+    shards = sorted(out.parent.glob("m-*.safetensors"))
+    assert len(shards) > 1 and (out.parent / "m.safetensors.index.json").exists()
+    together = {name: tensor for shard in shards for name, tensor in load_file(shard).items()}
+    whole = load_file(tmp_path / "whole.safetensors")
+    assert together.keys() == whole.keys() and all(torch.equal(together[name], whole[name]) for name in whole)
 
 
 # ---------------------------------------------------------------- the command

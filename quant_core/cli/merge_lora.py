@@ -6,12 +6,15 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
+from ..checkpoint.journal import journal_path
 from ..checkpoint.reader import open_checkpoint
-from ..convert import convert
+from ..convert import ConversionReport, convert
 from ..lora import LoraMerge, merge_lora
 from ..plan import plan
-from .common import EXIT_OK, add_recipe, add_source, recipe_of
+from ..replace import check_device
+from .common import EXIT_INTERRUPTED, EXIT_OK, add_recipe, add_source, recipe_of
 from .tables import print_report, progress_bar
 
 
@@ -31,7 +34,15 @@ def add_merge_lora(commands: argparse._SubParsersAction) -> argparse.ArgumentPar
         help="a LoRA and its strength (default 1); repeatable",
     )
     add_recipe(command)
-    command.add_argument("--device", default=None, help="where to compute, e.g. cuda (default: cpu)")
+    command.add_argument("--device", default=None, help="where to quantize, e.g. cuda (default: cpu)")
+    command.add_argument(
+        "--threads", type=int, default=None, help="how many read and compute (default: the CPUs, to 4)"
+    )
+    command.add_argument(
+        "--resume",
+        action="store_true",
+        help="continue what an interrupted run left, and leave what is written when this one is interrupted",
+    )
     command.set_defaults(run=run_merge_lora)
     return command
 
@@ -39,31 +50,56 @@ def add_merge_lora(commands: argparse._SubParsersAction) -> argparse.ArgumentPar
 def run_merge_lora(options: argparse.Namespace) -> int:
     """Run the command."""
     loras = [_lora(given) for given in options.lora]
-    if options.method is None and options.recipe is None:
-        merge, _ = merge_lora(options.source, options.destination, loras)
-        report = None
-    else:
-        merge = LoraMerge(open_checkpoint(options.source), loras)
-        made = plan(options.source, recipe_of(options), part=options.part, requantize=options.requantize)
-        with progress_bar() as progress:
-            report = convert(
-                made,
-                options.destination,
-                device=options.device,
-                shard_size=options.shard_size,
-                progress=progress,
-                transform=merge,
-            )
+    try:
+        merge, report = _bake(options, loras)
+    except KeyboardInterrupt:
+        kept = options.resume and journal_path(Path(options.destination)).exists()
+        left = "what is written stays; the same command continues it" if kept else "nothing was written"
+        print(f"interrupted; {left}", file=sys.stderr)
+        return EXIT_INTERRUPTED
     for item in merge.unmatched:
         print(f"warning: {item}", file=sys.stderr)
     if options.json:
-        data = {"baked": merge.layers, "unmatched": [str(item) for item in merge.unmatched]}
+        data = {"baked": [*merge.layers, *merge.others], "unmatched": [str(item) for item in merge.unmatched]}
         print(json.dumps({**data, "report": None if report is None else report.to_dict()}))
         return EXIT_OK
     if report is not None:
         print_report(report)
-    print(f"{len(merge.layers)} layers baked from {len(loras)} LoRAs, written to {options.destination}")
+    others = f" and {len(merge.others)} other tensors" if merge.others else ""
+    print(f"{len(merge.layers)} layers{others} baked from {len(loras)} LoRAs, written to {options.destination}")
     return EXIT_OK
+
+
+def _bake(options: argparse.Namespace, loras: list[tuple[str, float]]) -> tuple[LoraMerge, ConversionReport | None]:
+    check_device("--device", options.device)
+    if options.method is None and options.recipe is None:
+        with progress_bar() as progress:
+            merge, _ = merge_lora(
+                options.source,
+                options.destination,
+                loras,
+                progress=progress,
+                resume=options.resume,
+                shard_size=options.shard_size,
+                threads=options.threads,
+            )
+        return merge, None
+    merge = LoraMerge(open_checkpoint(options.source), loras)
+    made = plan(options.source, recipe_of(options), part=options.part, requantize=options.requantize)
+    for warning in made.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    with progress_bar() as progress:
+        report = convert(
+            made,
+            options.destination,
+            device=options.device,
+            resume=options.resume,
+            shard_size=options.shard_size,
+            progress=progress,
+            threads=options.threads,
+            transform=merge,
+        )
+    return merge, report
 
 
 def _lora(given: Sequence[str]) -> tuple[str, float]:
