@@ -145,6 +145,9 @@ class RowQuantizer:
     scratch: int = 16
     """Bytes of temporaries for each element of a run: for the estimate of the memory it takes."""
 
+    until_end: float = 0.0
+    """Bytes for each element of the weight that :meth:`finish` takes, with what waits for it; for the same estimate."""
+
     def set_range(self, low: torch.Tensor, high: torch.Tensor) -> None:
         """Take the smallest and the largest element of the whole weight (finite, 0-d, of the weight's dtype)."""
 

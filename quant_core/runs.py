@@ -44,7 +44,7 @@ def run_cost(quantizer: RowQuantizer | None, shape: tuple[int, ...], itemsize: i
 
 def peak_bytes(rows: Iterable[PlanRow], formats: Formats) -> int:
     """Return about how much memory converting these rows takes at most, beyond the imports."""
-    run = whole = 0
+    run = whole = end = 0
     seen: set[tuple[str, str, tuple[int, ...], str]] = set()
     for row in rows:
         key = (row.method, repr(row.options), row.shape, row.dtype)
@@ -58,5 +58,6 @@ def peak_bytes(rows: Iterable[PlanRow], formats: Formats) -> int:
             whole = max(whole, cost)
         else:
             run = max(run, cost)
+            end = max(end, int(math.prod(row.shape) * quantizer.until_end))
     # Each worker takes a run at a time, a layer that is taken whole is alone if it exceeds the budget.
-    return max(default_workers() * (run + COPY_BYTES), whole) + _AROUND
+    return max(default_workers() * (run + COPY_BYTES) + end, whole) + _AROUND

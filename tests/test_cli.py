@@ -318,3 +318,16 @@ def test_inspect(run, source, tmp_path, manifest):
 )
 def test_option_values(pair, value):
     assert parse_options([pair]) == {"a": value}
+
+
+def test_shards_are_named(run, source, tmp_path):
+    done = run("quantize", source, tmp_path / "o.safetensors", "--method", INT8, "--shard-size", "300KB")
+    shards = sorted(tmp_path.glob("o-*.safetensors"))
+    assert len(shards) > 1 and f"{shards[0]} and {len(shards) - 1} more" in done.stdout
+
+
+def test_a_table_in_a_pipe_is_not_folded(source, tmp_path):
+    environment = {key: value for key, value in os.environ.items() if key != "COLUMNS"}
+    command = [sys.executable, "-m", "quant_core", "plan", str(source), "--method", INT8]
+    done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", env=environment)
+    assert done.returncode == 0 and "comfy_kitchen_int8_w8a8: 2-D weight in an" in done.stdout

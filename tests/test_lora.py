@@ -341,11 +341,12 @@ def test_adapters_of_convolutions_with_a_core(kind, tmp_path):
     torch.testing.assert_close(merge("conv", weight[5:11], 5).double(), truth[5:11], rtol=1e-5, atol=1e-5)
 
 
-def test_command_writes_shards(model, tmp_path):
+def test_command_writes_shards(model, tmp_path, capsys):
     lora = write_lora(tmp_path / "lora.safetensors")
     merge_lora(model, tmp_path / "whole.safetensors", [(lora, 1.0)])
     out = tmp_path / "out" / "m.safetensors"
     assert main(["merge-lora", str(model), str(out), "--lora", str(lora), "--shard-size", "500KB"]) == 0
+    assert "m.safetensors.index.json and its shards" in capsys.readouterr().out
     shards = sorted(out.parent.glob("m-*.safetensors"))
     assert len(shards) > 1 and (out.parent / "m.safetensors.index.json").exists()
     together = {name: tensor for shard in shards for name, tensor in load_file(shard).items()}
@@ -363,7 +364,7 @@ def test_command(model, tmp_path, capsys):
     save_file(tensors, lora)
     assert main(["merge-lora", str(model), str(tmp_path / "m.safetensors"), "--lora", str(lora), "0.5"]) == 0
     captured = capsys.readouterr()
-    assert "1 layers baked" in captured.out and "the nearest name is" in captured.err
+    assert "layers changed: 1" in captured.out and "the nearest name is" in captured.err
     merged, _ = merge_lora(model, tmp_path / "again.safetensors", [(lora, 0.5)])
     assert (tmp_path / "again.safetensors").read_bytes() == (tmp_path / "m.safetensors").read_bytes()
     command = ["merge-lora", str(model), str(tmp_path / "q.safetensors"), "--lora", str(lora), "--json"]

@@ -262,3 +262,17 @@ def test_command(source, tmp_path, capsys):
     capsys.readouterr()
     assert main(["plan", str(source), "--json", "--method", INT8]) == 0
     assert json.loads(capsys.readouterr().out)["totals"]["quantized"] == 4
+
+
+def test_memory_counts_what_waits_for_the_end_of_a_large_layer(tmp_path):
+    def peak(rows):
+        path = tmp_path / f"{rows}.safetensors"
+        header = {"blocks.0.up.weight": {"dtype": "BF16", "shape": [rows, 8192], "data_offsets": [0, rows * 16384]}}
+        raw = json.dumps(header).encode()
+        with open(path, "wb") as file:
+            file.write(len(raw).to_bytes(8, "little") + raw)
+            file.truncate(8 + len(raw) + rows * 16384)  # holes: only the header is read
+        return plan(path, QuantizeConfig(method="bitsandbytes_nf4")).peak_bytes
+
+    # nf4 subtracts the mean of every block's absmax before these are quantized: they all wait, in 2 bytes or more.
+    assert peak(65536) - peak(8192) >= (65536 - 8192) * 8192 // 64 * 2

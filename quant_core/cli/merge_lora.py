@@ -12,6 +12,7 @@ from ..checkpoint.journal import journal_path
 from ..checkpoint.reader import open_checkpoint
 from ..convert import ConversionReport, convert
 from ..lora import LoraMerge, merge_lora
+from ..output import index_path
 from ..plan import plan
 from ..replace import check_device
 from .common import EXIT_INTERRUPTED, EXIT_OK, add_recipe, add_source, recipe_of
@@ -65,9 +66,15 @@ def run_merge_lora(options: argparse.Namespace) -> int:
         return EXIT_OK
     if report is not None:
         print_report(report)
-    others = f" and {len(merge.others)} other tensors" if merge.others else ""
-    print(f"{len(merge.layers)} layers{others} baked from {len(loras)} LoRAs, written to {options.destination}")
+    others = f", {len(merge.others)} other tensors" if merge.others else ""
+    where = "" if report is not None else f"; written to {_written(options)}"
+    print(f"LoRAs baked: {len(loras)}; layers changed: {len(merge.layers)}{others}{where}")
     return EXIT_OK
+
+
+def _written(options: argparse.Namespace) -> str:
+    index = index_path(Path(options.destination))
+    return f"{index} and its shards" if options.shard_size and index.exists() else options.destination
 
 
 def _bake(options: argparse.Namespace, loras: list[tuple[str, float]]) -> tuple[LoraMerge, ConversionReport | None]:

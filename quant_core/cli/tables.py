@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from ..convert import ConversionReport
 from ..job import Progress
 from ..plan import QUANTIZE, Plan
 from .common import size
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 @contextmanager
@@ -42,9 +47,23 @@ def progress_bar() -> Iterator[Progress]:
         yield progress
 
 
+def plain_console() -> Console:
+    """Return a console on standard output; in a file or a pipe, where nobody's window ends, lines are long."""
+    from rich.console import Console
+
+    console = Console()
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = 160
+    return console
+
+
+def written_to(destination: str, files: Sequence[str]) -> str:
+    """Return the name of what was written, or of the first shard and how many there are."""
+    return destination if len(files) < 2 else f"{files[0]} and {len(files) - 1} more"
+
+
 def print_report(report: ConversionReport) -> None:
     """Print what became of each weight."""
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(title=f"{report.method}: what became of each weight", title_justify="left")
@@ -59,21 +78,21 @@ def print_report(report: ConversionReport) -> None:
             shape = "x".join(map(str, row.shape))
             choice = "quantized" if row.method else f"kept: {row.reason}"
             table.add_row(row.name, shape, size(row.bytes_before), size(row.bytes_after), error, choice)
-    console = Console()
+    console = plain_console()
     console.print(table)
     if vectors:
         console.print(f"{len(vectors)} norms and other 1-D weights kept as they are.")
     share = report.bytes_after / report.bytes_before if report.bytes_before else 1.0
     console.print(
         f"{len(report.quantized)} of {len(report.rows)} weights quantized with {report.method}: "
-        f"{size(report.bytes_before)} -> {size(report.bytes_after)} ({share:.1%}), written to {report.destination}",
+        f"{size(report.bytes_before)} -> {size(report.bytes_after)} ({share:.1%}), "
+        f"written to {written_to(report.destination, report.files)}",
         soft_wrap=True,
     )
 
 
 def print_plan(plan: Plan) -> None:
     """Print the decision for each weight, and the totals."""
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(title=f"plan of {plan.source}", title_justify="left")
@@ -87,7 +106,7 @@ def print_plan(plan: Plan) -> None:
             shape = "x".join(map(str, row.shape))
             choice = f"{row.method}: {row.why}" if row.decision == QUANTIZE else f"{row.decision}: {row.why}"
             table.add_row(row.layer, shape, row.dtype, size(row.bytes_before), size(row.bytes_after), choice)
-    console = Console()
+    console = plain_console()
     console.print(table)
     for warning in plan.warnings:
         console.print(f"warning: {warning}", soft_wrap=True)

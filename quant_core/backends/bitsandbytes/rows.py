@@ -23,6 +23,7 @@ from ..search import CodeSearch, beyond
 from .layout import NESTED_BLOCKSIZE, Layout, Tensors
 
 _CPU_CHUNK = 1 << 20
+_ABSMAX_BYTES = 14  # a block: as it waits, as float32, less the mean, and its code
 _SMALLEST_ABSMAX = 1e-38  # bitsandbytes takes the reciprocal of no smaller one
 
 
@@ -92,6 +93,7 @@ class BitsAndBytesRows(RowQuantizer):
         # Blocks run over the whole weight, so a run has to end where a block (and a byte of the storage) ends.
         self.multiple = math.lcm(self.layout.blocksize, 2 * config.quant_storage.itemsize)
         self.multiple //= math.gcd(self.multiple, in_features)
+        self.until_end = _ABSMAX_BYTES / self.layout.blocksize
         self._scratch = Scratch()
 
     def quantize(self, rows: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
