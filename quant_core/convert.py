@@ -13,15 +13,12 @@ from typing import Any
 
 import torch
 
-from .blueprint import Blueprint, draw, identity_of
-from .checkpoint.hashing import FileHash, digest
+from .blueprint import Blueprint, draw
+from .checkpoint.hashing import FileHash
 from .config import Recipe
-from .job import Job, Progress, WeightTransform
-from .output import Output, check_destination, output_paths
-from .pipeline import default_workers
+from .job import Progress, WeightTransform, carry_out
 from .plan import Plan, plan
 from .replace import check_device
-from .version import __version__
 
 
 @dataclass
@@ -114,28 +111,26 @@ def convert(
     if shard_size is not None:
         plan.shard_size = shard_size
     blueprint = draw(plan)
-    check_destination(blueprint.checkpoint, destination, output_paths(destination, len(blueprint.files)))
-    output = Output(destination, blueprint.files, _identity(plan, blueprint, device, transform), resume)
-    job = Job(
-        blueprint, output, torch.device(device or "cpu"), threads or default_workers(), measure, transform, progress
+    on = torch.device(device or "cpu")
+    paths, content, errors = carry_out(
+        blueprint,
+        destination,
+        _describe(plan, blueprint, on, transform),
+        device=on,
+        resume=resume,
+        threads=threads,
+        measure=measure,
+        transform=transform,
+        progress=progress,
     )
-    try:
-        errors = job.run()
-        blueprint.checkpoint.check_unchanged()
-        content = output.complete()
-    except BaseException:
-        output.abandon()
-        raise
     report = _report(plan, destination, errors)
     report.hash = content
-    report.files = [str(path) for path in output_paths(destination, len(blueprint.files))]
-    report.bytes_after = sum(os.stat(path).st_size for path in report.files)
+    report.files = [str(path) for path in paths]
+    report.bytes_after = sum(os.stat(path).st_size for path in paths)
     return report
 
 
-def _identity(
-    plan: Plan, blueprint: Blueprint, device: torch.device | str | None, transform: WeightTransform | None
-) -> dict[str, Any]:
+def _describe(plan: Plan, blueprint: Blueprint, device: torch.device, transform: WeightTransform | None) -> str:
     """What a later run must have in common to continue this one."""
     described = {
         "files": [
@@ -143,11 +138,10 @@ def _identity(
             for f in blueprint.files
         ],
         "rows": [[row.tensor, row.decision, row.method, row.options] for row in plan.rows],
-        "device": torch.device(device or "cpu").type,
+        "device": device.type,
         "transform": "" if transform is None else transform.identity,
     }
-    text = json.dumps(described, sort_keys=True)
-    return {"version": __version__, "plan": digest(text.encode("utf-8")), "source": identity_of(blueprint.checkpoint)}
+    return json.dumps(described, sort_keys=True)
 
 
 def _report(plan: Plan, destination: Path, errors: dict[str, float]) -> ConversionReport:

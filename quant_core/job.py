@@ -5,24 +5,27 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
 
 from .backend import QuantBackend, RowQuantizer, finite_range
-from .blueprint import Blueprint
+from .blueprint import Blueprint, identity_of
 from .checkpoint.formats import dequantize_layer
+from .checkpoint.hashing import FileHash, digest
 from .checkpoint.raw import RawReader
 from .checkpoint.writer import tensor_bytes
 from .errors import CheckpointError, QuantizationError
 from .layout import Item
 from .measure import relative_error
-from .output import Output
-from .pipeline import Cancelled, Pipeline
+from .output import Output, check_destination, output_paths
+from .pipeline import Cancelled, Pipeline, default_workers
 from .plan import DEQUANTIZE, KEEP, PlanRow
 from .runs import BUDGET, COPY_BYTES, RUN_ELEMENTS, run_cost, run_rows
 from .selection import Reason
+from .version import __version__
 
 Progress = Callable[[int, int, str], None]
 _Result = TypeVar("_Result")
@@ -51,9 +54,8 @@ class WeightTransform(Protocol):
 class _Layer:
     """A tensor that is computed."""
 
-    def __init__(self, item: Item, row: PlanRow, backend: QuantBackend | None, quantizer: RowQuantizer | None) -> None:
+    def __init__(self, row: PlanRow, backend: QuantBackend | None, quantizer: RowQuantizer | None) -> None:
         self.name = row.layer
-        self.item = item
         self.row = row
         self.backend = backend
         self.quantizer = quantizer
@@ -137,14 +139,14 @@ class Job:
             info = self.checkpoint.tensors[item.name]
             dtype = str(info.dtype).removeprefix("torch.")
             row = PlanRow(name, item.name, info.shape, dtype, KEEP, Reason.EDITED, bytes_before=info.nbytes)
-            return _Layer(item, row, None, None)
+            return _Layer(row, None, None)
         if row.decision == DEQUANTIZE:
-            return _Layer(item, row, None, None)
+            return _Layer(row, None, None)
         backend = self.blueprint.formats.backend(row.method, row.options)
         quantizer = None
         if not self.measure:
             quantizer = backend.row_quantizer(row.shape[0], row.shape[1], getattr(torch, row.dtype))
-        return _Layer(item, row, backend, quantizer)
+        return _Layer(row, backend, quantizer)
 
     def _advance(self, count: int, name: str) -> None:
         self.done += count
@@ -260,3 +262,48 @@ class Job:
             name = f"{layer.name}.{key}"
             self.output.expect(name, part)
             self.output.write(name, tensor_bytes(part))
+
+
+def carry_out(
+    blueprint: Blueprint,
+    destination: Path,
+    described: str,
+    *,
+    device: torch.device | None = None,
+    resume: bool = False,
+    threads: int | None = None,
+    measure: bool = False,
+    transform: WeightTransform | None = None,
+    progress: Progress | None = None,
+) -> tuple[list[Path], FileHash, dict[str, float]]:
+    """Write the files of a blueprint: all of them, under their names, or nothing that another run would not continue.
+
+    Args:
+        blueprint: what to do.
+        destination: the file, or the name that those of the shards are made from.
+        described: all that an earlier run must have had in common, beside source and version, to be resumed.
+        device, resume, threads, measure, transform, progress: see :func:`quant_core.convert.convert`.
+
+    Returns:
+        ``(the files, the hash of their tensors, measured errors of the layers)``.
+    """
+    checkpoint = blueprint.checkpoint
+    paths = output_paths(destination, len(blueprint.files))
+    check_destination(checkpoint, destination, paths)
+    identity = {"version": __version__, "plan": digest(described.encode("utf-8")), "source": identity_of(checkpoint)}
+    output = Output(destination, blueprint.files, identity, resume)
+    try:
+        errors = Job(
+            blueprint,
+            output,
+            device or torch.device("cpu"),
+            threads or default_workers(),
+            measure,
+            transform,
+            progress,
+        ).run()
+        checkpoint.check_unchanged()
+        return paths, output.complete(), errors
+    except BaseException:
+        output.abandon()
+        raise

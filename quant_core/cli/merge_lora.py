@@ -8,14 +8,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..checkpoint.journal import journal_path
 from ..checkpoint.reader import open_checkpoint
-from ..convert import ConversionReport, convert
+from ..convert import ConversionReport
 from ..lora import LoraMerge, merge_lora
 from ..output import index_path
 from ..plan import plan
 from ..replace import check_device
-from .common import EXIT_INTERRUPTED, EXIT_OK, add_recipe, add_source, recipe_of
+from .common import EXIT_OK, add_recipe, add_source, recipe_of
+from .running import add_running, interrupted, run_plan
 from .tables import print_report, progress_bar
 
 
@@ -35,15 +35,7 @@ def add_merge_lora(commands: argparse._SubParsersAction) -> argparse.ArgumentPar
         help="a LoRA and its strength (default 1); repeatable",
     )
     add_recipe(command)
-    command.add_argument("--device", default=None, help="where to quantize, e.g. cuda (default: cpu)")
-    command.add_argument(
-        "--threads", type=int, default=None, help="how many read and compute (default: the CPUs, to 4)"
-    )
-    command.add_argument(
-        "--resume",
-        action="store_true",
-        help="continue what an interrupted run left, and leave what is written when this one is interrupted",
-    )
+    add_running(command)
     command.set_defaults(run=run_merge_lora)
     return command
 
@@ -54,10 +46,7 @@ def run_merge_lora(options: argparse.Namespace) -> int:
     try:
         merge, report = _bake(options, loras)
     except KeyboardInterrupt:
-        kept = options.resume and journal_path(Path(options.destination)).exists()
-        left = "what is written stays; the same command continues it" if kept else "nothing was written"
-        print(f"interrupted; {left}", file=sys.stderr)
-        return EXIT_INTERRUPTED
+        return interrupted(options)
     for item in merge.unmatched:
         print(f"warning: {item}", file=sys.stderr)
     if options.json:
@@ -93,20 +82,7 @@ def _bake(options: argparse.Namespace, loras: list[tuple[str, float]]) -> tuple[
         return merge, None
     merge = LoraMerge(open_checkpoint(options.source), loras)
     made = plan(options.source, recipe_of(options), part=options.part, requantize=options.requantize)
-    for warning in made.warnings:
-        print(f"warning: {warning}", file=sys.stderr)
-    with progress_bar() as progress:
-        report = convert(
-            made,
-            options.destination,
-            device=options.device,
-            resume=options.resume,
-            shard_size=options.shard_size,
-            progress=progress,
-            threads=options.threads,
-            transform=merge,
-        )
-    return merge, report
+    return merge, run_plan(made, options, transform=merge)
 
 
 def _lora(given: Sequence[str]) -> tuple[str, float]:

@@ -7,12 +7,11 @@ import json
 import sys
 from pathlib import Path
 
-from ..checkpoint.journal import journal_path
-from ..convert import convert
 from ..plan import Plan, plan
 from ..replace import check_device
-from .common import EXIT_INTERRUPTED, EXIT_OK, add_recipe, add_source, recipe_of
-from .tables import print_report, progress_bar
+from .common import EXIT_OK, add_recipe, add_source, recipe_of
+from .running import add_running, interrupted, run_plan
+from .tables import print_report
 
 
 def add_quantize(commands: argparse._SubParsersAction) -> argparse.ArgumentParser:
@@ -22,16 +21,8 @@ def add_quantize(commands: argparse._SubParsersAction) -> argparse.ArgumentParse
     command.add_argument("destination", metavar="OUT", help="the .safetensors file to write")
     add_recipe(command)
     command.add_argument("--plan", metavar="FILE", help="a plan of `plan`, edited or not, instead of --method")
-    command.add_argument("--device", default=None, help="where to compute, e.g. cuda (default: cpu)")
-    command.add_argument(
-        "--threads", type=int, default=None, help="how many read and quantize (default: the CPUs, to 4)"
-    )
     command.add_argument("--measure", action="store_true", help="also report each layer's weight error")
-    command.add_argument(
-        "--resume",
-        action="store_true",
-        help="continue what an interrupted run left, and leave what is written when this one is interrupted",
-    )
+    add_running(command)
     command.set_defaults(run=_quantize)
     return command
 
@@ -55,25 +46,10 @@ def _plan_of(options: argparse.Namespace) -> Plan:
 
 def _quantize(options: argparse.Namespace) -> int:
     made = _plan_of(options)
-    for warning in made.warnings:
-        print(f"warning: {warning}", file=sys.stderr)
     try:
-        with progress_bar() as progress:
-            report = convert(
-                made,
-                options.destination,
-                device=options.device,
-                resume=options.resume,
-                shard_size=options.shard_size,
-                progress=progress,
-                threads=options.threads,
-                measure=options.measure,
-            )
+        report = run_plan(made, options, measure=options.measure)
     except KeyboardInterrupt:
-        kept = options.resume and journal_path(Path(options.destination)).exists()
-        left = "what is written stays; the same command continues it" if kept else "nothing was written"
-        print(f"interrupted; {left}", file=sys.stderr)
-        return EXIT_INTERRUPTED
+        return interrupted(options)
     if options.json:
         print(json.dumps(report.to_dict()))
     else:

@@ -5,7 +5,7 @@ Baking first is the most exact way: the LoRA is rounded once, together with the 
 
 from __future__ import annotations
 
-from .baking import merge_lora, merged_weight
+from .baking import merge_lora
 from .merge import LoraMerge, Unmatched
 
-__all__ = ["LoraMerge", "Unmatched", "merge_lora", "merged_weight"]
+__all__ = ["LoraMerge", "Unmatched", "merge_lora"]

@@ -6,24 +6,13 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
-from ..blueprint import Blueprint, identity_of
-from ..checkpoint.hashing import FileHash, digest
-from ..checkpoint.reader import Checkpoint, open_checkpoint
+from ..blueprint import Blueprint
+from ..checkpoint.hashing import FileHash
+from ..checkpoint.reader import open_checkpoint
 from ..checkpoint.writer import METADATA_KEY
-from ..job import Job, Progress
+from ..job import Progress, carry_out
 from ..layout import Formats, Item, split_files
-from ..output import Output, check_destination, output_paths
-from ..pipeline import default_workers
-from ..version import __version__
 from .merge import LoraMerge
-
-
-def merged_weight(checkpoint: Checkpoint, layer: str, merge: LoraMerge) -> torch.Tensor:
-    """Return one weight with its LoRAs, in the dtype that the file stores it in; for layers that stay float."""
-    weight = checkpoint.read(layer + ".weight")
-    return merge(layer, weight.float()).to(weight.dtype)
 
 
 def merge_lora(
@@ -64,20 +53,15 @@ def merge_lora(
     metadata = {key: value for key, value in checkpoint.metadata.items() if key != METADATA_KEY}
     files = split_files(items, tensors, metadata, {}, shard_size)
     files[0].manifest = None
-    check_destination(checkpoint, destination, output_paths(destination, len(files)))
     names = [name for file in files for name in (*file.tensors, "")]
-    identity = {
-        "version": __version__,
-        "plan": digest(f"{merge.identity} {names}".encode()),
-        "source": identity_of(checkpoint),
-    }
-    output = Output(destination, files, identity, resume)
     blueprint = Blueprint(checkpoint, {}, Formats(), items, files)
-    try:
-        Job(blueprint, output, torch.device("cpu"), threads or default_workers(), False, merge, progress).run()
-        checkpoint.check_unchanged()
-        content = output.complete()
-    except BaseException:
-        output.abandon()
-        raise
+    _, content, _ = carry_out(
+        blueprint,
+        destination,
+        f"{merge.identity} {names}",
+        resume=resume,
+        threads=threads,
+        transform=merge,
+        progress=progress,
+    )
     return merge, content

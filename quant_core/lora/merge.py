@@ -14,10 +14,10 @@ import torch
 
 from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..errors import CheckpointError
+from ..pipeline import MAX_WORKERS
 from .adapters import Adapter, Factors, read_adapters
 from .names import NameIndex, Target, for_text_encoder
 
-_CACHED = 8  # adapters of the layers under way, which are asked for run of rows by run of rows
 _EPS = torch.finfo(torch.float32).eps
 
 
@@ -96,10 +96,12 @@ class LoraMerge:
             self._shapes = {name: tuple(shape) for name, shape in checkpoint.items()}
         self.unmatched: list[Unmatched] = []
         self._stored = checkpoint if isinstance(checkpoint, Checkpoint) else None
-        self._load = lru_cache(maxsize=_CACHED)(_load)
         self._patches: dict[str, list[_Patch]] = defaultdict(list)
         index = NameIndex(self._shapes)
         described = [self._match(Path(path), strength, index) for path, strength in loras]
+        # Layers are asked for run of rows by run of rows: those of the layers under way stay.
+        most = max(map(len, self._patches.values()), default=1)
+        self._load = lru_cache(maxsize=MAX_WORKERS * most)(_load)
         self.layers = [name[:-7] for name in self._shapes if name.endswith(".weight") and name[:-7] in self._patches]
         self.others = [name for name in self._shapes if not name.endswith(".weight") and name in self._patches]
         self.identity = "; ".join(described)

@@ -10,17 +10,13 @@ from __future__ import annotations
 Row = tuple[str, str, str]
 
 
-def _attention(fused: str, *others: str) -> list[Row]:
-    return [(fused, other, part) for other, part in zip(others, "qkv", strict=True)]
+def _attention(fused: str, split: str) -> list[Row]:
+    """Query, key and value of a fused layer; ``?`` stands for their letters in the others' names."""
+    return [(fused, split.replace("?", part), part) for part in "qkv"]
 
 
 _FLUX: list[Row] = [
-    *_attention(
-        "double_blocks.*.img_attn.qkv",
-        "transformer_blocks.*.attn.to_q",
-        "transformer_blocks.*.attn.to_k",
-        "transformer_blocks.*.attn.to_v",
-    ),
+    *_attention("double_blocks.*.img_attn.qkv", "transformer_blocks.*.attn.to_?"),
     *(
         (f"double_blocks.*.img_attn.norm.{n}_norm", f"transformer_blocks.*.attn.norm_{n[0]}", "")
         for n in ("query", "key")
@@ -33,12 +29,7 @@ _FLUX: list[Row] = [
         (f"single_blocks.*.norm.{n}_norm", f"single_transformer_blocks.*.attn.norm_{n[0]}", "")
         for n in ("query", "key")
     ),
-    *_attention(
-        "double_blocks.*.txt_attn.qkv",
-        "transformer_blocks.*.attn.add_q_proj",
-        "transformer_blocks.*.attn.add_k_proj",
-        "transformer_blocks.*.attn.add_v_proj",
-    ),
+    *_attention("double_blocks.*.txt_attn.qkv", "transformer_blocks.*.attn.add_?_proj"),
     ("double_blocks.*.img_attn.proj", "transformer_blocks.*.attn.to_out.0", ""),
     ("double_blocks.*.txt_attn.proj", "transformer_blocks.*.attn.to_add_out", ""),
     ("double_blocks.*.img_mod.lin", "transformer_blocks.*.norm1.linear", ""),
@@ -100,24 +91,9 @@ _HUNYUAN_VIDEO: list[Row] = [
 ]
 
 _SD3: list[Row] = [
-    *_attention(
-        "joint_blocks.*.x_block.attn.qkv",
-        "transformer_blocks.*.attn.to_q",
-        "transformer_blocks.*.attn.to_k",
-        "transformer_blocks.*.attn.to_v",
-    ),
-    *_attention(
-        "joint_blocks.*.x_block.attn2.qkv",
-        "transformer_blocks.*.attn2.to_q",
-        "transformer_blocks.*.attn2.to_k",
-        "transformer_blocks.*.attn2.to_v",
-    ),
-    *_attention(
-        "joint_blocks.*.context_block.attn.qkv",
-        "transformer_blocks.*.attn.add_q_proj",
-        "transformer_blocks.*.attn.add_k_proj",
-        "transformer_blocks.*.attn.add_v_proj",
-    ),
+    *_attention("joint_blocks.*.x_block.attn.qkv", "transformer_blocks.*.attn.to_?"),
+    *_attention("joint_blocks.*.x_block.attn2.qkv", "transformer_blocks.*.attn2.to_?"),
+    *_attention("joint_blocks.*.context_block.attn.qkv", "transformer_blocks.*.attn.add_?_proj"),
     ("joint_blocks.*.x_block.attn.proj", "transformer_blocks.*.attn.to_out.0", ""),
     ("joint_blocks.*.x_block.attn2.proj", "transformer_blocks.*.attn2.to_out.0", ""),
     ("joint_blocks.*.context_block.attn.proj", "transformer_blocks.*.attn.to_add_out", ""),
@@ -148,12 +124,7 @@ _DIT: list[Row] = [
 ]
 
 _PIXART: list[Row] = [
-    *_attention(
-        "blocks.*.attn.qkv",
-        "transformer_blocks.*.attn1.to_q",
-        "transformer_blocks.*.attn1.to_k",
-        "transformer_blocks.*.attn1.to_v",
-    ),
+    *_attention("blocks.*.attn.qkv", "transformer_blocks.*.attn1.to_?"),
     ("blocks.*.attn.proj", "transformer_blocks.*.attn1.to_out.0", ""),
     ("blocks.*.cross_attn.q_linear", "transformer_blocks.*.attn2.to_q", ""),
     ("blocks.*.cross_attn.kv_linear", "transformer_blocks.*.attn2.to_k", "first half"),
@@ -204,12 +175,7 @@ _LUMINA: list[Row] = [
     row
     for blocks in ("layers", "context_refiner", "noise_refiner")
     for row in (
-        *_attention(
-            f"{blocks}.*.attention.qkv",
-            f"{blocks}.*.attention.to_q",
-            f"{blocks}.*.attention.to_k",
-            f"{blocks}.*.attention.to_v",
-        ),
+        *_attention(f"{blocks}.*.attention.qkv", f"{blocks}.*.attention.to_?"),
         *((f"{blocks}.*.attention.{p}_norm", f"{blocks}.*.attention.norm_{p}", "") for p in "qk"),
         (f"{blocks}.*.attention.out", f"{blocks}.*.attention.to_out.0", ""),
     )

@@ -22,7 +22,6 @@ from ..scratch import TILE, Scratch
 from ..search import CodeSearch, beyond
 from .layout import NESTED_BLOCKSIZE, Layout, Tensors
 
-_CPU_CHUNK = 1 << 20
 _ABSMAX_BYTES = 14  # a block: as it waits, as float32, less the mean, and its code
 _SMALLEST_ABSMAX = 1e-38  # bitsandbytes takes the reciprocal of no smaller one
 
@@ -65,11 +64,8 @@ def quantize_weight(weight: torch.Tensor, config: Any) -> tuple[Tensors, Layout]
         ValueError: the weight has another dtype.
     """
     quantizer = BitsAndBytesRows(weight.shape[0], weight.shape[1], weight.dtype, config)
-    flat = weight.contiguous().view(-1)
-    runs = [quantizer.run(part) for part in flat.split(_CPU_CHUNK if weight.device.type == "cpu" else flat.numel())]
-    tensors = {"weight": torch.cat([codes for codes, _ in runs])}
-    tensors |= quantizer.finish([absmax for _, absmax in runs])
-    return tensors, quantizer.layout
+    codes, absmax = quantizer.run(weight.contiguous().view(-1))
+    return {"weight": codes, **quantizer.finish([absmax])}, quantizer.layout
 
 
 class BitsAndBytesRows(RowQuantizer):
