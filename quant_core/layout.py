@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,9 @@ from .registry import make_backend
 if TYPE_CHECKING:
     from .plan import PlanRow
 
-_PLACEHOLDER = "\x1flayer"  # no tensor name has a control character: what is replaced is this and nothing else
+PLACEHOLDER = "\x1flayer"
+"""A layer's name until it has one. No tensor name has a control character: this and nothing else is replaced."""
+
 Shape = tuple[int, ...]
 
 
@@ -45,11 +47,40 @@ class StoredForm:
 
     def metadata_of(self, layer: str) -> dict[str, str]:
         """Return the metadata entries that the layer needs."""
-        escaped = json.dumps(_PLACEHOLDER)[1:-1]
+        escaped = json.dumps(PLACEHOLDER)[1:-1]
         return {
-            key.replace(_PLACEHOLDER, layer): value.replace(escaped, json.dumps(layer)[1:-1])
+            key.replace(PLACEHOLDER, layer): value.replace(escaped, json.dumps(layer)[1:-1])
             for key, value in self.metadata.items()
         }
+
+
+def join_metadata(
+    metadata: Mapping[str, str], layers: Iterable[tuple[str, str, Mapping[str, str]]], plain: Layout
+) -> dict[str, str]:
+    """Return the metadata of a file with the entries that its layers need.
+
+    Args:
+        metadata: of the file itself.
+        layers: ``(method, options as JSON, the entries of one layer)``.
+        plain: the tensors that belong to no quantized layer. torchao's own reader drops what is not listed, so where
+            a layer brings such a list they are listed too.
+    """
+    result = dict(metadata)
+    names: list[str] = []
+    lister: tuple[str, str] | None = None
+    for method, options, entries in layers:
+        if "tensor_names" in entries:
+            names += json.loads(entries["tensor_names"])
+            lister = (method, options)
+        result.update({key: value for key, value in entries.items() if key != "tensor_names"})
+    if lister is None:
+        return result
+    backend = make_backend(lister[0], json.loads(lister[1]))
+    empty = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (dtype, shape) in plain.items()}
+    entries = backend.flatten_state_dict(empty)[1]
+    names += json.loads(entries["tensor_names"])
+    result.update({key: value for key, value in entries.items() if key != "tensor_names"})
+    return {**result, "tensor_names": json.dumps(names)}
 
 
 class Formats:
@@ -79,9 +110,9 @@ class Formats:
             backend = self.backend(method, options)
             linear = nn.Linear(shape[1], shape[0], bias=False, device="meta", dtype=dtype)
             shell = backend.create_quantized_linear_shell(linear, dtype)
-            state = {f"{_PLACEHOLDER}.{name}": value for name, value in shell.state_dict().items()}
+            state = {f"{PLACEHOLDER}.{name}": value for name, value in shell.state_dict().items()}
             flat, metadata = backend.flatten_state_dict(state)
-            tensors = {name[len(_PLACEHOLDER) + 1 :]: (t.dtype, tuple(t.shape)) for name, t in flat.items()}
+            tensors = {name[len(PLACEHOLDER) + 1 :]: (t.dtype, tuple(t.shape)) for name, t in flat.items()}
             self._forms[key] = StoredForm(tensors, metadata)
         return self._forms[key]
 

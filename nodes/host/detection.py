@@ -16,6 +16,7 @@ import torch
 
 from quant_core.checkpoint.header import TensorInfo
 
+from .adapter import is_adapted
 from .ops import MARKER
 
 
@@ -26,14 +27,26 @@ class Detected:
     Attributes:
         config: ComfyUI's model configuration.
         tensors: dtype and shape of every tensor, under the names that ComfyUI loads them by.
+        float_again: layers that ComfyUI makes from weights in the adapter's layout by fusing or cutting them, which
+            leaves them in float.
     """
 
     config: Any
     tensors: dict[str, TensorInfo]
+    float_again: frozenset[str] = frozenset()
 
     @property
     def architecture(self) -> str:
         return type(self.config).__name__
+
+
+class _Traced(torch.Tensor):
+    """Stands for a weight in the adapter's layout; what torch makes of it is of this class too."""
+
+
+def renames_layers(state_dict: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None) -> bool:
+    """Whether ComfyUI recognizes the model under other names only (diffusers'), and would rename and fuse layers."""
+    return comfy.model_detection.model_config_from_unet(state_dict, "", metadata=metadata) is None
 
 
 def unwrap(state_dict: dict[str, torch.Tensor], metadata: Mapping[str, str] | None) -> dict[str, torch.Tensor]:
@@ -58,7 +71,8 @@ def detect(state_dict: dict[str, torch.Tensor], metadata: Mapping[str, str] | No
 
     Reads shapes and dtypes; the conversions of keys run on tensors without data.
     """
-    empty = {key: torch.empty_like(tensor, device="meta") for key, tensor in state_dict.items()}
+    empty = {key: _without_data(tensor) for key, tensor in state_dict.items()}
+    whole = {id(tensor) for tensor in empty.values()}
     config = comfy.model_detection.model_config_from_unet(state_dict, "", metadata=metadata)
     if config is None:
         converted = comfy.model_detection.convert_diffusers_mmdit(empty, "")
@@ -73,4 +87,11 @@ def detect(state_dict: dict[str, torch.Tensor], metadata: Mapping[str, str] | No
         empty = converted
     final = config.process_unet_state_dict(empty)
     # The file's byte positions mean nothing for a tensor that was renamed or fused.
-    return Detected(config, {key: TensorInfo(t.dtype, tuple(t.shape), 0, 0) for key, t in final.items()})
+    tensors = {key: TensorInfo(t.dtype, tuple(t.shape), 0, 0) for key, t in final.items()}
+    cut = (key for key, tensor in final.items() if isinstance(tensor, _Traced) and id(tensor) not in whole)
+    return Detected(config, tensors, frozenset(key.removesuffix(".weight") for key in cut))
+
+
+def _without_data(tensor: torch.Tensor) -> torch.Tensor:
+    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    return empty.as_subclass(_Traced) if is_adapted(tensor) else empty

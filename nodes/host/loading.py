@@ -2,102 +2,120 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import os
-import pickle
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import comfy.model_management
 import comfy.sd
-import comfy.utils
-import safetensors
 import torch
 from comfy.model_patcher import ModelPatcher
-from comfy.quant_ops import QUANT_ALGOS
 
-from quant_core import CheckpointError, QuantizationError, QuantizeConfig
+from quant_core import CheckpointError, QuantizationError, QuantizeConfig, Recipe
 
-from .detection import Detected, detect, unwrap
+from .baking import LoraBaking
+from .detection import Detected, detect, renames_layers, unwrap
 from .ops import MARKER, quantizing_operations
-from .quantizer import LayerQuantizer
+from .quantizer import LayerQuantizer, Target, select
+from .source import Source, adapt_native, read_source
 
 logger = logging.getLogger("quant_core")
 
-# Keys that other tools' quantized files have, which ComfyUI would load as noise or not at all.
-_FOREIGN = {".absmax": "bitsandbytes", "._weight_qdata": "torchao"}
+ATTACHMENT = "quantcore"
+Loras = Sequence[tuple[str, float]]
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """What is known of a model that was loaded here; an attachment of its patcher.
+
+    Attributes:
+        source: name of the file.
+        recipe: what it was quantized by, as ``Recipe.to_dict`` gives it; None for a file that was quantized before.
+        dtypes: of the model's tensors in the file, under the names that ComfyUI loads them by.
+    """
+
+    source: str
+    recipe: dict[str, Any] | None
+    dtypes: dict[str, torch.dtype]
 
 
 def load_diffusion_model(
-    path: str, recipe: QuantizeConfig, compute_dtype: torch.dtype | None = None, disable_dynamic: bool = False
+    path: str,
+    recipe: Recipe,
+    compute_dtype: torch.dtype | None = None,
+    loras: Loras = (),
+    device: torch.device | None = None,
+    disable_dynamic: bool = False,
 ) -> ModelPatcher:
     """Load ``path`` and quantize it by ``recipe`` while loading.
 
-    A file that is quantized already is loaded as it is; the recipe then does nothing.
+    A file that is quantized already is loaded as it is, whatever tool wrote it; the recipe then serves for layers in
+    a format that nothing here runs, and for layers that ComfyUI fuses.
 
     Args:
         path: a diffusion model, or a checkpoint that contains one.
-        recipe: the method, its options, and the layers to leave out.
+        recipe: methods, options, and which layers.
         compute_dtype: what the model computes in; None lets ComfyUI choose for this machine.
+        loras: ``(path, strength)`` of LoRAs that are added in float before the layers are quantized.
+        device: where to quantize; None is where ComfyUI runs models.
         disable_dynamic: ComfyUI asks for a patcher without dynamic memory management, when it loads a model again.
 
     Raises:
         CheckpointError: the file cannot be read, or holds no diffusion model that ComfyUI knows.
         QuantizationError: a layer cannot be quantized. Both messages name the file.
     """
-    name = os.path.basename(path)
-    state_dict, metadata = _read(path, name)
-    state_dict = unwrap(state_dict, metadata)
-    _refuse_foreign(state_dict, name)
-    detected = detect(state_dict, metadata)
+    source = read_source(path)
+    state_dict = unwrap(dict(source.state_dict), source.metadata)
+    if source.is_quantized and renames_layers(state_dict, source.metadata):
+        adapt_native(source)
+        state_dict = unwrap(dict(source.state_dict), source.metadata)
+    detected = detect(state_dict, source.metadata)
     if detected is None:
-        raise CheckpointError(_unknown(state_dict, name))
-    device = comfy.model_management.get_torch_device()
+        raise CheckpointError(_unknown(state_dict, source.name))
+    run_device = comfy.model_management.get_torch_device()
     if compute_dtype is None:
         supported = detected.config.supported_inference_dtypes
-        compute_dtype = comfy.model_management.unet_manual_cast(None, device, supported)
-    quantizer = _quantizer(state_dict, detected, recipe, device, name)
+        compute_dtype = comfy.model_management.unet_manual_cast(None, run_device, supported)
+    baking = _baking(loras, source, detected)
+    try:
+        targets, kept = _choose(source, detected, recipe)
+    except ValueError as error:
+        raise CheckpointError(f"{source.name} ({detected.architecture}): {error}") from error
+    quantizer = LayerQuantizer(targets, device or run_device, baking and baking.bake)
+    dtypes = {key: info.dtype for key, info in detected.tensors.items() if not key.endswith("." + MARKER)}
 
     options = {"custom_operations": quantizing_operations(compute_dtype, quantizer), "dtype": compute_dtype}
     try:
         patcher = comfy.sd.load_diffusion_model_state_dict(
-            state_dict, model_options=options, metadata=metadata, disable_dynamic=disable_dynamic
+            state_dict, model_options=options, metadata=source.metadata, disable_dynamic=disable_dynamic
         )
     except QuantizationError as error:
-        raise QuantizationError(f"{name}: {error}") from error
+        raise QuantizationError(f"{source.name}: {error}") from error
     # A dtype that ComfyUI would not pick by itself (bf16 on a CPU) makes it plan a cast to another one, and every
     # forward would then copy every weight.
     if patcher.model.get_dtype_inference() != compute_dtype:
         patcher.model.manual_cast_dtype = compute_dtype
-    patcher.cached_patcher_init = (load_diffusion_model, (path, recipe, compute_dtype))
-    if quantizer is not None:
-        _report(quantizer, detected, name)
+    if baking is not None:
+        baking.bake_rest(patcher.model.diffusion_model, quantizer.done, dtypes)
+    patcher.cached_patcher_init = (load_diffusion_model, (path, recipe, compute_dtype, tuple(loras), device))
+    used = None if source.is_quantized else recipe.to_dict()
+    patcher.set_attachments(ATTACHMENT, LoadedModel(source.name, used, dtypes))
+    _report(source, detected, quantizer, kept)
     return patcher
 
 
-def _read(path: str, name: str) -> tuple[dict[str, torch.Tensor], Mapping[str, str] | None]:
-    try:
-        state_dict, metadata = comfy.utils.load_torch_file(path, return_metadata=True)
-    except (safetensors.SafetensorError, pickle.UnpicklingError, OSError, EOFError, ValueError, RuntimeError) as error:
+def _baking(loras: Loras, source: Source, detected: Detected) -> LoraBaking | None:
+    if not loras:
+        return None
+    if source.is_quantized:
         raise CheckpointError(
-            f"{name} cannot be read as a model file: {error}. It may be an unfinished download, or a file of another "
-            "kind under this name; compare its size with the source's and fetch it again."
-        ) from error
-    if not isinstance(state_dict, dict):
-        raise CheckpointError(f"{name} holds a {type(state_dict).__name__}, not named tensors: it is no model file")
-    return {key: value for key, value in state_dict.items() if isinstance(value, torch.Tensor)}, metadata
-
-
-def _refuse_foreign(state_dict: Mapping[str, torch.Tensor], name: str) -> None:
-    for ending, library in _FOREIGN.items():
-        key = next((key for key in state_dict if key.endswith(ending)), None)
-        if key is not None:
-            raise CheckpointError(
-                f"{name} is quantized with {library} ({key}), which this node does not load. Start from the "
-                "original float file."
-            )
+            f"{source.name} is quantized already ({source.describe()}), so no LoRA can be added before quantizing. "
+            "Load it without LoRAs and add them with Load LoRA (Quantized), or start from the original float file."
+        )
+    return LoraBaking({name: info.shape for name, info in detected.tensors.items()}, loras)
 
 
 def _unknown(state_dict: Mapping[str, torch.Tensor], name: str) -> str:
@@ -110,53 +128,50 @@ def _unknown(state_dict: Mapping[str, torch.Tensor], name: str) -> str:
     )
 
 
-def _quantizer(
-    state_dict: Mapping[str, torch.Tensor],
-    detected: Detected,
-    recipe: QuantizeConfig,
-    device: torch.device,
-    name: str,
-) -> LayerQuantizer | None:
-    """Return what quantizes this file's layers, or None for a file that is quantized already."""
-    markers = [key for key in state_dict if key.endswith("." + MARKER)]
-    if markers:
-        formats = Counter(_marker_format(state_dict[key], key, name) for key in markers)
-        logger.warning(
-            "%s is quantized already (%s) and is loaded as it is; the method %s is not applied",
-            name,
-            ", ".join(f"{count} layers {form}" for form, count in formats.items()),
-            recipe.method,
-        )
-        return None
-    try:
-        return LayerQuantizer(recipe, detected.tensors, device)
-    except ValueError as error:
-        raise CheckpointError(f"{name} ({detected.architecture}): {error}") from error
-
-
-def _marker_format(marker: torch.Tensor, key: str, name: str) -> str:
-    try:
-        content: Any = json.loads(marker.cpu().numpy().tobytes())
-        form = content["format"]
-    except (ValueError, TypeError, KeyError) as error:
-        raise CheckpointError(f"{name}: {key} is not a JSON object that names a format: {error}") from error
-    if form not in QUANT_ALGOS:
-        raise CheckpointError(
-            f"{name}: {key} names the format {form!r}, which this ComfyUI does not know "
-            f"(it knows {', '.join(QUANT_ALGOS)}); a newer ComfyUI may"
-        )
-    return form
-
-
-def _report(quantizer: LayerQuantizer, detected: Detected, name: str) -> None:
-    missed = quantizer.chosen.difference(quantizer.done)
-    if missed:
-        logger.info("%s: kept in float, not Linear layers of the model: %s", name, ", ".join(sorted(missed)))
-    logger.info(
-        "%s (%s): %d layers quantized with %s, %d kept in float",
-        name,
-        detected.architecture,
-        len(quantizer.done),
-        quantizer.recipe.method,
-        len(quantizer.kept) + len(missed),
+def _choose(source: Source, detected: Detected, recipe: Recipe) -> tuple[dict[str, Target], dict[str, str]]:
+    """Return ``({layer: how it is quantized}, {layer: why not})``."""
+    if not source.is_quantized:
+        selection = select(recipe, detected.tensors)
+        return selection.targets, selection.kept
+    logger.warning(
+        "%s is quantized already (%s) and is loaded as it is; the method %s is not applied",
+        source.name,
+        source.describe(),
+        recipe.recipe_method,
     )
+    again = {name for name in detected.float_again if name + ".weight" in detected.tensors}
+    again |= {name.removeprefix(_prefix(source)) for name in source.again} & _layers(detected)
+    if not again:
+        return {}, {}
+    # Fused layers go back to the method that held their parts; a format that no method holds takes the recipe's.
+    method = source.methods.most_common(1)[0][0] if source.methods else recipe.parts()[0].method
+    targets = select(QuantizeConfig(method=method), detected.tensors).targets
+    chosen = {name: target for name, target in targets.items() if name in again}
+    logger.warning("%s: %d layers are quantized again, with %s", source.name, len(chosen), method)
+    return chosen, {}
+
+
+def _layers(detected: Detected) -> set[str]:
+    return {name.removesuffix(".weight") for name in detected.tensors if name.endswith(".weight")}
+
+
+def _prefix(source: Source) -> str:
+    import comfy.model_detection
+
+    prefix = comfy.model_detection.unet_prefix_from_state_dict(source.state_dict)
+    return prefix if any(key.startswith(prefix) for key in source.state_dict) else ""
+
+
+def _report(source: Source, detected: Detected, quantizer: LayerQuantizer, kept: Mapping[str, str]) -> None:
+    missed = set(quantizer.targets).difference(quantizer.done)
+    if missed:
+        logger.info("%s: kept in float, not Linear layers of the model: %s", source.name, ", ".join(sorted(missed)))
+    methods = Counter(quantizer.targets[name].method for name in quantizer.done)
+    if methods:
+        logger.info(
+            "%s (%s): %s; %d kept in float",
+            source.name,
+            detected.architecture,
+            ", ".join(f"{count} layers quantized with {method}" for method, count in methods.items()),
+            len(kept) + len(missed),
+        )

@@ -1,8 +1,9 @@
 """ComfyUI's mixed-precision operations with a Linear that quantizes its weight while it is loaded.
 
 ComfyUI builds the model from this class and then loads the state dict into it, one layer at a time, after all its
-renaming and fusing of keys. A float weight that arrives at a Linear is quantized there and handed on in the form that
-a quantized file has, so what follows is ComfyUI's own loading of such a file.
+renaming and fusing of keys. A float weight that arrives at a Linear is quantized there. In one of ComfyUI's own formats
+it is handed on as a quantized file has it, so what follows is ComfyUI's own loading of such a file; in any other it
+arrives in the adapter's layout, and this Linear takes it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import comfy.ops
 import torch
 from comfy.quant_ops import QuantizedTensor
+
+from .adapter import FIELD_PREFIX, LAYOUT, is_adapted, linear
 
 if TYPE_CHECKING:
     from .quantizer import LayerQuantizer
@@ -55,7 +58,7 @@ def quantizing_operations(compute_dtype: torch.dtype, quantizer: LayerQuantizer 
     native = native_operations(compute_dtype)
 
     class QuantizingOperations(native):
-        class Linear(_steady_linear(native.Linear)):
+        class Linear(_adapted_linear(_steady_linear(native.Linear))):
             def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
                 if quantizer is not None:
                     quantizer.replace_weight(state_dict, prefix)
@@ -98,7 +101,7 @@ def _steady_linear(native_linear: type) -> type:
         def __getattr__(self, name: str) -> Any:
             # ComfyUI lists the scales and the marker in the state dict and then asks the module for an attribute of
             # that name, e.g. when models are merged; the tensors live inside the weight.
-            if name in STATE_KEYS:
+            if name in STATE_KEYS or name.startswith(FIELD_PREFIX):
                 weight = self.__dict__.get("_parameters", {}).get("weight")
                 stored = self.state_dict() if isinstance(weight, QuantizedTensor) else {}
                 if name in stored:
@@ -106,3 +109,70 @@ def _steady_linear(native_linear: type) -> type:
             return super().__getattr__(name)
 
     return SteadyLinear
+
+
+def _adapted_linear(steady_linear: type) -> type:
+    """The Linear that also takes a weight in the adapter's layout, from a state dict that holds it ready made."""
+
+    class AdaptedLinear(steady_linear):
+        def _load_from_state_dict(
+            self,
+            state_dict: dict[str, Any],
+            prefix: str,
+            local_metadata: dict[str, Any],
+            strict: bool,
+            missing_keys: list[str],
+            *rest: Any,
+        ) -> None:
+            key = prefix + "weight"
+            if not is_adapted(state_dict.get(key)):
+                super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, *rest)
+                return
+            self._loaded_in_inference_mode = torch.is_inference_mode_enabled()
+            weight = state_dict.pop(key).to(dtype=self.factory_kwargs["dtype"])
+            self.layout_type = LAYOUT
+            self.weight = torch.nn.Parameter(weight, requires_grad=False)
+            torch.nn.Module._load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, *rest)
+            if key in missing_keys:
+                missing_keys.remove(key)
+
+        def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", **kwargs: Any) -> dict[str, Any]:
+            if not is_adapted(getattr(self, "weight", None)):
+                return super().state_dict(*args, destination=destination, prefix=prefix, **kwargs)
+            result = {} if destination is None else destination
+            if self.bias is not None:
+                result[prefix + "bias"] = self.bias
+            params = self.weight._params
+            result[prefix + "weight"] = self.weight._qdata
+            result.update({prefix + name: getattr(params, name) for name in params._tensor_fields()})
+            return result
+
+        def _forward(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+            if is_adapted(weight):
+                return linear(input, weight, bias)
+            return super()._forward(input, weight, bias)
+
+        def forward(self, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            if not is_adapted(self.weight):
+                return super().forward(input, *args, **kwargs)
+            comfy.ops.run_every_op()
+            patched = self.weight_function or self.bias_function
+            if patched or getattr(self, "comfy_force_cast_weights", False):
+                # A LoRA that is applied on the fly needs the weight in float.
+                return self.forward_comfy_cast_weights(input, input.dtype)
+            weight, bias, stream = comfy.ops.cast_bias_weight(
+                self,
+                input=None,
+                dtype=self.weight.dtype,
+                device=input.device,
+                bias_dtype=input.dtype,
+                offloadable=True,
+                compute_dtype=input.dtype,
+                want_requant=True,
+            )
+            try:
+                return self._forward(input, weight.to(dtype=input.dtype), bias)
+            finally:
+                comfy.ops.uncast_bias_weight(self, weight, bias, stream)
+
+    return AdaptedLinear

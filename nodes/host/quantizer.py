@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import comfy.model_management
@@ -10,47 +12,123 @@ import comfy.utils
 import torch
 from comfy.quant_ops import QUANT_ALGOS
 
-from quant_core import QuantizationError, QuantizeConfig
+from quant_core import QUANT_METHODS, QuantizationError, Recipe
+from quant_core.backend import finite_range
+from quant_core.backends import load_all_backends
 from quant_core.backends.comfy_kitchen import FORMATS, quantize_weight
 from quant_core.checkpoint.header import TensorInfo
-from quant_core.choice import choose
+from quant_core.choice import Weight, choose_weights
+from quant_core.layout import Formats
+from quant_core.selection import choose_layers
+
+from . import adapter
+
+Bake = Callable[[str, torch.Tensor], torch.Tensor]
+"""Takes a layer's name and its float weight, and returns the weight with everything baked in, in the same dtype."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """How one layer is quantized: the method, and its options with the layer's fallbacks."""
+
+    method: str
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What a recipe makes of a model.
+
+    Attributes:
+        targets: ``{layer name: how it is quantized}``.
+        kept: ``{layer name: why it stays in float}`` of the others.
+    """
+
+    targets: dict[str, Target]
+    kept: dict[str, str]
+
+
+def all_methods() -> list[str]:
+    """Every registered method, also one that another pack registered; ComfyUI's own formats first."""
+    load_all_backends()
+    native = [method for method in QUANT_METHODS if is_native(method)]
+    return native + [method for method in QUANT_METHODS if method not in native]
 
 
 def usable_methods() -> list[str]:
-    """The methods whose format this ComfyUI can load."""
-    return [method for method, form in FORMATS.items() if form.name in QUANT_ALGOS]
+    """The methods whose library is installed here."""
+    usable: list[str] = []
+    for method in all_methods():
+        try:
+            adapter.backend_of(method, "{}")
+        except ImportError:
+            continue
+        usable.append(method)
+    return usable
+
+
+def is_native(method: str) -> bool:
+    """Whether this ComfyUI has the method's format itself; others live in the adapter's layout."""
+    return method in FORMATS and FORMATS[method].name in QUANT_ALGOS
+
+
+def select(recipe: Recipe, tensors: Mapping[str, TensorInfo]) -> Selection:
+    """Choose the layers of a float model, as :func:`quant_core.plan.plan` does for a file with these tensors.
+
+    Args:
+        recipe: methods, options, and which layers.
+        tensors: of the model, under the names that ComfyUI loads them by.
+
+    Raises:
+        ValueError: an entry of the recipe matches no layer, two of its parts claim one, or nothing is left to quantize.
+    """
+    shapes = {name: info.shape for name, info in tensors.items()}
+    weights = {
+        name.removesuffix(".weight"): Weight(info.shape, info.dtype)
+        for name, info in tensors.items()
+        if name.endswith(".weight")
+    }
+    formats = Formats()
+    choices = choose_weights(
+        weights, recipe, choose_layers(shapes), lambda part: formats.is_packed(part.method, options_of(part))
+    )
+    targets: dict[str, Target] = {}
+    kept: dict[str, str] = {}
+    for layer, choice in choices.items():
+        if choice.part is None:
+            kept[layer] = choice.decision.reason
+            continue
+        fallback = choice.part.backend.layer_options(*weights[layer].shape)
+        targets[layer] = Target(choice.part.method, {**options_of(choice.part), **fallback})
+    return Selection(targets, kept)
+
+
+def options_of(part: Any) -> dict[str, Any]:
+    """The user's options of a recipe's part, JSON-serializable."""
+    return part.to_dict().get("backend_config_kwargs", {})
 
 
 class LayerQuantizer:
     """Quantizes the chosen layers of one model while it is loaded.
 
-    The choice is the one that :func:`quant_core.convert.convert_file` makes for a file with these tensors.
-
     Args:
-        recipe: the method, its options, and the layers to leave out.
-        tensors: of the model, under the names that ComfyUI loads them by.
+        targets: ``{layer name: how to quantize it}``.
         device: where to quantize.
+        bake: changes a float weight before it is quantized: a LoRA.
 
     Attributes:
-        chosen: names of the layers to quantize.
-        kept: ``{layer name: why it stays in float}`` of the others.
         done: names of the layers quantized so far.
-
-    Raises:
-        ValueError: an entry of ``recipe.exclude_modules`` matches no layer, or nothing is left to quantize.
     """
 
-    def __init__(self, recipe: QuantizeConfig, tensors: Mapping[str, TensorInfo], device: torch.device) -> None:
-        self.recipe = recipe
+    def __init__(self, targets: Mapping[str, Target], device: torch.device, bake: Bake | None = None) -> None:
+        self.targets = targets
         self.device = device
-        decisions, _ = choose(dict(tensors), recipe, halves_width=FORMATS[recipe.method].packed)
-        self.chosen = {name for name, decision in decisions.items() if decision.quantize}
-        self.kept = {name: decision.reason for name, decision in decisions.items() if not decision.quantize}
+        self.bake = bake
         self.done: list[str] = []
-        self._progress = comfy.utils.ProgressBar(len(self.chosen))
+        self._progress = comfy.utils.ProgressBar(len(targets))
 
     def replace_weight(self, state_dict: dict[str, Any], prefix: str) -> None:
-        """Replace a float weight in ``state_dict`` by the tensors that a quantized file holds for its layer.
+        """Replace a float weight in ``state_dict`` by what a Linear of ours loads.
 
         Args:
             state_dict: the tensors of one layer; changed in place.
@@ -60,20 +138,30 @@ class LayerQuantizer:
             QuantizationError: the weight cannot be quantized; the message names the layer.
         """
         name = prefix.removesuffix(".")
-        if name not in self.chosen:
+        target = self.targets.get(name)
+        if target is None or prefix + "weight" not in state_dict:
             return
         comfy.model_management.throw_exception_if_processing_interrupted()
         weight = state_dict.pop(prefix + "weight")
         try:
-            tensors = quantize_weight(weight.to(self.device), self.recipe.backend.config)
-        except (RuntimeError, ValueError) as error:
+            made = self._quantize(name, weight, target)
+        except (RuntimeError, ValueError, ImportError) as error:
             if comfy.model_management.is_oom(error):
                 raise  # ComfyUI frees memory and tells the user.
             raise QuantizationError(
-                f"layer {name} {list(weight.shape)} ({weight.dtype}) cannot be quantized with {self.recipe.method}: "
-                f"{error}"
+                f"layer {name} {list(weight.shape)} ({weight.dtype}) cannot be quantized with {target.method}: {error}"
             ) from error
-        for key, tensor in tensors.items():
+        for key, tensor in made.items():
             state_dict[prefix + key] = tensor.to(weight.device)
         self.done.append(name)
         self._progress.update(1)
+
+    def _quantize(self, name: str, weight: torch.Tensor, target: Target) -> dict[str, torch.Tensor]:
+        if self.bake is not None:
+            weight = self.bake(name, weight)
+        moved = weight.to(self.device)
+        if is_native(target.method):
+            backend = adapter.backend_of(target.method, json.dumps(target.options, sort_keys=True))
+            return quantize_weight(moved, backend.config)
+        finite_range(moved)
+        return {"weight": adapter.quantize(moved, target.method, target.options)}

@@ -52,13 +52,11 @@ def test_a_diffusers_unet_gets_comfyui_names(pack):
 
 def test_a_packed_format_leaves_the_keys_that_detection_reads(pack):
     """attn2.to_k is a Linear of a block, but its stored width tells ComfyUI the architecture."""
-    import torch
-
     from quant_core import QuantizeConfig
 
     tensors = pack.detection.detect(sd15_tensors(), None).tensors
     choices = {
-        method: pack.quantizer.LayerQuantizer(QuantizeConfig(method=method), tensors, torch.device("cpu")).chosen
+        method: set(pack.quantizer.select(QuantizeConfig(method=method), tensors).targets)
         for method in ("comfy_kitchen_int8_w8a8", "comfy_kitchen_nvfp4_w4a4")
     }
     only_int8 = choices["comfy_kitchen_int8_w8a8"] - choices["comfy_kitchen_nvfp4_w4a4"]

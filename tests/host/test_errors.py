@@ -80,17 +80,34 @@ def test_a_lora(online, tmp_path):
     refused(online, save(tmp_path / "style.safetensors", tensors), "is a LoRA")
 
 
-@pytest.mark.parametrize(
-    ("key", "library"),
-    [("weight.absmax", "bitsandbytes"), ("_weight_qdata", "torchao")],
-    ids=["bitsandbytes", "torchao"],
-)
-def test_a_file_of_another_library(key, library, online, make_tiny, tmp_path):
-    import torch
+def test_a_bitsandbytes_layer_without_its_blocks(online, tiny_flux, tmp_path):
+    import safetensors.torch
 
-    tensors = make_tiny.state_dict("flux")
-    tensors[f"single_blocks.0.linear1.{key}"] = torch.zeros(4, dtype=torch.uint8)
-    refused(online, save(tmp_path / "foreign.safetensors", tensors), library, "original float file")
+    from quant_core import QuantizeConfig
+    from quant_core.convert import convert_file
+
+    path = tmp_path / "nf4.safetensors"
+    convert_file(tiny_flux, path, QuantizeConfig(method="bitsandbytes_nf4"))
+    tensors = safetensors.torch.load_file(path)
+    tensors["single_blocks.0.linear1.weight.absmax"] = tensors["single_blocks.0.linear1.weight.absmax"][:-1].clone()
+    refused(online, save(tmp_path / "short.safetensors", tensors), "single_blocks.0.linear1", "absmax")
+
+
+def test_a_torchao_layer_whose_metadata_is_lost(online, tiny_flux, tmp_path):
+    import safetensors.torch
+
+    from quant_core import QuantizeConfig
+    from quant_core.convert import convert_file
+
+    path = tmp_path / "int8.safetensors"
+    convert_file(tiny_flux, path, QuantizeConfig(method="torchao_int8_w8a16"))
+    refused(online, save(tmp_path / "bare.safetensors", safetensors.torch.load_file(path)), "torchao", "metadata")
+
+
+def test_a_gguf_file_is_to_be_converted(online, tmp_path):
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"GGUF")
+    refused(online, path, "Convert Checkpoint")
 
 
 @pytest.mark.parametrize("content", [b"[1, 2]", b"{}", b"\xff\xfe", b"not json", b'"int8"'])
@@ -98,14 +115,14 @@ def test_a_broken_marker(content, online, make_tiny, tmp_path):
     tensors = make_tiny.state_dict("flux")
     tensors["single_blocks.0.linear1.comfy_quant"] = marker(content)
     path = save(tmp_path / "marked.safetensors", tensors)
-    refused(online, path, "single_blocks.0.linear1.comfy_quant", "not a JSON object that names a format")
+    refused(online, path, "single_blocks.0.linear1", "marke")
 
 
 def test_an_unknown_format(online, make_tiny, tmp_path):
     tensors = make_tiny.state_dict("flux")
     tensors["single_blocks.0.linear1.comfy_quant"] = marker(json.dumps({"format": "int3_dream"}).encode())
     path = save(tmp_path / "future.safetensors", tensors)
-    refused(online, path, "single_blocks.0.linear1", "'int3_dream'", "newer ComfyUI")
+    refused(online, path, "single_blocks.0.linear1", "'int3_dream'", "known: int8_tensorwise")
 
 
 def test_nothing_left_to_quantize(online, tiny_flux, make_tiny):

@@ -92,4 +92,4 @@ def test_the_nodes_use_it(pack):
     import quant_core
 
     assert pack.core.provide_quant_core() is quant_core
-    assert pack.quantizer.QuantizeConfig is quant_core.QuantizeConfig
+    assert pack.quantizer.QuantizationError is quant_core.QuantizationError

@@ -1,0 +1,198 @@
+"""Reads a model file for ComfyUI, whatever tool quantized it.
+
+Layers in one of ComfyUI's own formats are left to ComfyUI. The layers of other tools, and formats that this ComfyUI
+does not have, become weights in the adapter's layout where a method holds them exactly; what no method holds is
+turned into float, to be quantized again.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pickle
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import comfy.utils
+import safetensors
+import torch
+from comfy.quant_ops import QUANT_ALGOS
+
+from quant_core import CheckpointError
+from quant_core.checkpoint import open_checkpoint
+from quant_core.checkpoint.formats import StoredLayer, dequantize_layer, stored_layers
+from quant_core.checkpoint.reader import Checkpoint
+from quant_core.checkpoint.recognize import missing_markers
+from quant_core.layout import PLACEHOLDER
+
+from .adapter import wrap
+from .ops import MARKER
+
+_SAFETENSORS = (".safetensors", ".sft")
+# Metadata entries of a whole file, which say nothing about a single layer.
+_FILE_ENTRIES = {"format", "quant_core", "tensor_names", "_quantization_metadata", "workflow", "prompt"}
+
+
+@dataclass
+class Source:
+    """A model file that was read.
+
+    Attributes:
+        path: of the file.
+        state_dict: plain tensors, and weights in the adapter's layout.
+        metadata: of the file.
+        formats: how many layers the file holds in which format; empty for a float file.
+        methods: how many layers are held by which method.
+        again: layers, by their names in the file, that became float since no method holds their format.
+    """
+
+    path: str
+    state_dict: dict[str, torch.Tensor]
+    metadata: Mapping[str, str] | None
+    formats: Counter[str] = field(default_factory=Counter)
+    methods: Counter[str] = field(default_factory=Counter)
+    again: set[str] = field(default_factory=set)
+
+    @property
+    def name(self) -> str:
+        return os.path.basename(self.path)
+
+    @property
+    def is_quantized(self) -> bool:
+        return bool(self.formats)
+
+    def describe(self) -> str:
+        return ", ".join(f"{count} layers {form}" for form, count in self.formats.most_common())
+
+
+def read_source(path: str) -> Source:
+    """Read a model file.
+
+    Raises:
+        CheckpointError: it cannot be read; the message names it.
+    """
+    name = os.path.basename(path)
+    if name.lower().endswith(".gguf"):
+        raise CheckpointError(
+            f"{name} is a GGUF file, which ComfyUI's models are not loaded from. Convert it first, with the node "
+            "Convert Checkpoint or `python -m quant_core quantize`, and load the result"
+        )
+    try:
+        state_dict, metadata = comfy.utils.load_torch_file(path, return_metadata=True)
+    except (safetensors.SafetensorError, pickle.UnpicklingError, OSError, EOFError, ValueError, RuntimeError) as error:
+        raise CheckpointError(
+            f"{name} cannot be read as a model file: {error}. It may be an unfinished download, or a file of another "
+            "kind under this name; compare its size with the source's and fetch it again."
+        ) from error
+    if not isinstance(state_dict, dict):
+        raise CheckpointError(f"{name} holds a {type(state_dict).__name__}, not named tensors: it is no model file")
+    state_dict = {key: value for key, value in state_dict.items() if isinstance(value, torch.Tensor)}
+    source = Source(path, state_dict, metadata)
+    if name.lower().endswith(_SAFETENSORS):
+        checkpoint = open_checkpoint(path)
+        for layer in stored_layers(checkpoint).values():
+            _take(source, checkpoint, layer)
+        # The older scaled fp8 form marks the whole file by one tensor; its layers have markers of their own now.
+        for key in [key for key in state_dict if key.rpartition(".")[2] == "scaled_fp8"]:
+            del state_dict[key]
+    else:
+        _count_markers(source)
+    return source
+
+
+def adapt_native(source: Source) -> None:
+    """Turn layers in ComfyUI's own formats into the adapter's layout too.
+
+    For files whose layers ComfyUI renames and fuses: it moves weights alone, and their scales would be lost.
+    """
+    if not source.path.lower().endswith(_SAFETENSORS):
+        return
+    checkpoint = open_checkpoint(source.path)
+    for layer in stored_layers(checkpoint).values():
+        if layer.family == "comfy" and f"{layer.name}.{MARKER}" in source.state_dict and layer.method is not None:
+            _wrap(source, checkpoint, layer)
+
+
+def _take(source: Source, checkpoint: Checkpoint, layer: StoredLayer) -> None:
+    """Bring one quantized layer of the file into the form that it is loaded in."""
+    source.formats[f"{layer.family} {layer.format}" if layer.family != "comfy" else layer.format] += 1
+    if layer.method is not None:
+        source.methods[layer.method] += 1
+    if layer.family == "comfy" and layer.format in QUANT_ALGOS:
+        return
+    if layer.family in ("fp8_cast", "scaled_fp8") and len(layer.shape) == 2:
+        if _mark_fp8(source, checkpoint, layer):
+            return
+    elif layer.family == "fp8_cast":
+        return  # a convolution or a norm; ComfyUI casts it to the dtype that the model computes in
+    if layer.method is not None and len(layer.shape) == 2:
+        _wrap(source, checkpoint, layer)
+        return
+    for key in layer.keys:
+        source.state_dict.pop(key, None)
+    source.state_dict[f"{layer.name}.weight"] = dequantize_layer(checkpoint, layer).to(layer.dtype)
+    source.again.add(layer.name)
+
+
+def _wrap(source: Source, checkpoint: Checkpoint, layer: StoredLayer) -> None:
+    prefix = f"{layer.name}."
+    tensors = {key.removeprefix(prefix): source.state_dict.pop(key) for key in layer.keys}
+    if layer.family == "comfy" and MARKER not in tensors:
+        marker = missing_markers(checkpoint).get(prefix + MARKER, b"")
+        tensors[MARKER] = torch.tensor(list(marker), dtype=torch.uint8)
+    metadata = {
+        key.replace(layer.name, PLACEHOLDER, 1): value
+        for key, value in (source.metadata or {}).items()
+        if key.startswith(prefix) or ("." not in key and key not in _FILE_ENTRIES)
+    }
+    if layer.family == "torchao":
+        metadata["tensor_names"] = json.dumps([f"{PLACEHOLDER}.weight"])
+    # With convrot off the layer takes the rotation from its marker; on, an unrotated marker is refused.
+    options = {"convrot": False} if layer.format == "int8_tensorwise" else {}
+    assert layer.method is not None
+    wrapped = wrap(layer.method, options, tensors, metadata, layer.shape, layer.dtype)
+    try:
+        wrapped._params.module(wrapped._qdata)  # every tensor is checked here, by the backend
+    except (ValueError, RuntimeError) as error:
+        raise CheckpointError(f"{source.name}: layer {layer.name} ({layer.family} {layer.format}): {error}") from error
+    source.state_dict[prefix + "weight"] = wrapped
+
+
+def _mark_fp8(source: Source, checkpoint: Checkpoint, layer: StoredLayer) -> bool:
+    """Give an fp8 weight without a marker ComfyUI's marker and one scale; False where it has a scale for each row."""
+    state = source.state_dict
+    scale = torch.ones((), dtype=torch.float32)
+    if "scale" in layer.options:
+        stored = layer.key(layer.options["scale"])
+        if math.prod(checkpoint.tensors[stored].shape) != 1:
+            return False
+        scale = state.pop(stored).float().reshape(())
+    state[layer.key("weight_scale")] = scale
+    input_scale = state.pop(layer.key("scale_input"), None)
+    if input_scale is not None and input_scale.item() != 1.0:
+        state[layer.key("input_scale")] = input_scale
+    # A cast file computes in 16 bit in ComfyUI, and goes on doing so.
+    marker: dict[str, Any] = {"format": layer.format}
+    if layer.family == "fp8_cast" or layer.options.get("full_precision_matrix_mult"):
+        marker["full_precision_matrix_mult"] = True
+    state[layer.key(MARKER)] = torch.tensor(list(json.dumps(marker).encode()), dtype=torch.uint8)
+    return True
+
+
+def _count_markers(source: Source) -> None:
+    """Count the layers of a file that is no safetensors file, whose markers are all that is known of them."""
+    for key in [key for key in source.state_dict if key.endswith("." + MARKER)]:
+        try:
+            content = json.loads(source.state_dict[key].cpu().numpy().tobytes())
+            form = content["format"]
+        except (ValueError, TypeError, KeyError) as error:
+            raise CheckpointError(f"{source.name}: {key} is not a JSON object that names a format: {error}") from error
+        if form not in QUANT_ALGOS:
+            raise CheckpointError(
+                f"{source.name}: {key} names the format {form!r}, which this ComfyUI does not know "
+                f"(it knows {', '.join(QUANT_ALGOS)}); a newer ComfyUI may"
+            )
+        source.formats[form] += 1
