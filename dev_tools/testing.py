@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from .comfyui import HOW_TO, ComfyUI, find_comfyui
-from .environment import ROOT, Environment
+from .environment import ROOT, Environment, read_requirements
 from .process import DevError, capture, run
 
 RUNNER = Path(__file__).with_name("run_pytest.py")
@@ -85,23 +85,32 @@ def _pytest(python: Path, extra_path: str, arguments: list[str], root: Path, env
         return read_report(run(command, cwd=root, env=env), report)
 
 
-def pytest_for(comfyui: ComfyUI, environment: Environment) -> str:
-    """Return the folder that brings pytest to a ComfyUI's Python, empty when it has one of its own.
+def extras_for(comfyui: ComfyUI, environment: Environment, root: Path) -> str:
+    """Return the folders, joined as in PATH, that bring a ComfyUI's Python what the host tests need and it lacks.
 
-    Nothing is installed into the ComfyUI: pytest and what it needs are pure Python and go to a folder in .venv.
+    Nothing is installed into the ComfyUI: pytest, bitsandbytes and torchao go to folders in .venv.
     """
-    if capture([comfyui.python, "-c", "import pytest"]).returncode == 0:
-        return ""
-    target = environment.folder / "host-pytest"
-    if not (target / "pytest").is_dir():
-        # exceptiongroup and tomli: pytest needs them below Python 3.11, which the ComfyUI may have and .venv not.
-        packages = ["pytest==9.2.0", "exceptiongroup", "tomli"]
-        print(f"dev.py: installing pytest for the host tests into {target}", flush=True)
-        pip = [environment.python, "-m", "pip", "install", "--no-input", "--disable-pip-version-check"]
-        result = capture([*pip, "--target", target, *packages], timeout=600)
-        if result.returncode:
-            raise DevError(f"pytest for the host tests could not be installed:\n{result.stdout[-1500:]}")
-    return str(target)
+    groups = read_requirements((root / "requirements-dev.txt").read_text(encoding="utf-8"))
+    pytest = [line for line in groups["required"] if line.startswith("pytest==")]
+    # exceptiongroup and tomli: pytest needs them below Python 3.11, which the ComfyUI may have and .venv not.
+    wanted = {"pytest": ("host-pytest", [*pytest, "exceptiongroup", "tomli"], [])}
+    for requirement in groups["backends"]:
+        library = requirement.partition("==")[0]
+        if library not in ("comfy-kitchen", *environment.missing):  # a ComfyUI brings the comfy-kitchen that it runs
+            wanted[library] = (f"host-{library}", [requirement], ["--no-deps"])
+    folders = []
+    for module, (name, packages, options) in wanted.items():
+        if capture([comfyui.python, "-c", f"import {module}"]).returncode == 0:
+            continue
+        target = environment.folder / name
+        if not (target / module).is_dir():
+            print(f"dev.py: installing {module} for the host tests into {target}", flush=True)
+            pip = [environment.python, "-m", "pip", "install", "--no-input", "--disable-pip-version-check", *options]
+            result = capture([*pip, "--target", target, *packages], timeout=600)
+            if result.returncode:
+                raise DevError(f"{module} for the host tests could not be installed:\n{result.stdout[-1500:]}")
+        folders.append(str(target))
+    return os.pathsep.join(folders)
 
 
 def parallel(options: list[str], paths: list[str]) -> tuple[list[str], dict[str, str]]:
@@ -123,8 +132,9 @@ def _host_tests(environment: Environment, paths: list[str], options: list[str], 
     if comfyui is None:
         return _count_host_tests(environment, selection, root)
     print(f"\ndev.py: host tests in {comfyui.folder} with {comfyui.python}", flush=True)
-    extra = pytest_for(comfyui, environment)
+    extra = extras_for(comfyui, environment, root)
     env = {"COMFYUI_PATH": str(comfyui.folder), "COMFYUI_PYTHON": str(comfyui.python), "PYTHONNOUSERSITE": "1"}
+    env["QUANTCORE_MISSING_BACKENDS"] = ",".join(environment.missing)
     return _pytest(comfyui.python, extra, selection, root, env)
 
 

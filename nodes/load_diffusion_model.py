@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import folder_paths
-import torch
 from comfy_api.latest import io
 
-from quant_core import QuantizeConfig
+from quant_core import QuantizeConfig, Recipe
 
+from .devices import COMPUTE_DTYPES, DEVICES, compute_dtype_input, quantize_device_input
 from .host.loading import load_diffusion_model
-from .host.quantizer import usable_methods
-
-COMPUTE_DTYPES = {"auto": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-DEFAULT_METHOD = "comfy_kitchen_int8_w8a8"
+from .lora_to_bake import LoraList
+from .recipe import DEFAULT_METHOD, QuantRecipe, method_names, parse_layers
 
 
 class LoadDiffusionModelQuantized(io.ComfyNode):
@@ -28,9 +27,10 @@ class LoadDiffusionModelQuantized(io.ComfyNode):
             category="quantization",
             description=(
                 "Loads a diffusion model and quantizes it while loading, so that a model too big for the graphics "
-                "card fits. No second file is needed. A file that is quantized already is loaded as it is."
+                "card fits. No second file is needed. A file that is quantized already, by whatever tool, is loaded "
+                "as it is."
             ),
-            search_aliases=["quantize", "int8", "fp8", "nvfp4", "mxfp8", "4 bit", "8 bit", "low vram", "load unet"],
+            search_aliases=["quantize", "int8", "fp8", "nf4", "nvfp4", "4 bit", "8 bit", "low vram", "load unet"],
             inputs=[
                 io.Combo.Input(
                     "model_name",
@@ -39,13 +39,32 @@ class LoadDiffusionModelQuantized(io.ComfyNode):
                 ),
                 io.Combo.Input(
                     "method",
-                    options=usable_methods(),
+                    options=method_names(),
                     default=DEFAULT_METHOD,
                     tooltip=(
-                        "How weights are stored. int8_w8a8 and fp8_w8a8 take half the memory of a 16-bit model at "
-                        "little loss; mxfp8 is fp8 with a scale for each block of 32; nvfp4 and int4 take about a "
-                        "quarter and change the picture visibly. A format without a kernel for your card still "
-                        "works, at the speed of 16-bit arithmetic."
+                        "How weights are stored, unless a recipe is connected. int8_w8a8 and fp8_w8a8 take half the "
+                        "memory of a 16-bit model at little loss; nvfp4, nf4 and int4 take about a quarter and change "
+                        "the picture visibly. A format without a kernel for your card still works, at the speed of "
+                        "16-bit arithmetic. A method whose library is missing says how to install it."
+                    ),
+                ),
+                QuantRecipe.Input(
+                    "recipe",
+                    optional=True,
+                    tooltip="A recipe with more than a method: takes the place of method and exclude_layers.",
+                ),
+                LoraList.Input(
+                    "loras",
+                    optional=True,
+                    tooltip="LoRAs from LoRA to Bake, added in full precision before the layers are quantized.",
+                ),
+                io.Boolean.Input(
+                    "disk_cache",
+                    default=False,
+                    optional=True,
+                    tooltip=(
+                        "Keep the quantized model on disk, so that the next load of the same file, recipe and LoRAs "
+                        "takes seconds and little memory. See Clear Quantization Cache."
                     ),
                 ),
                 io.String.Input(
@@ -60,35 +79,34 @@ class LoadDiffusionModelQuantized(io.ComfyNode):
                         "layer are kept anyway."
                     ),
                 ),
-                io.Combo.Input(
-                    "compute_dtype",
-                    options=list(COMPUTE_DTYPES),
-                    default="auto",
-                    optional=True,
-                    advanced=True,
-                    tooltip="The dtype the model computes in. auto is what ComfyUI chooses for this model and card.",
-                ),
+                compute_dtype_input(),
+                quantize_device_input(),
             ],
             outputs=[io.Model.Output(tooltip="The quantized model, for a sampler or a LoRA node.")],
         )
 
     @classmethod
-    def fingerprint_inputs(cls, model_name: str, method: str, exclude_layers: str = "", compute_dtype: str = "auto"):
-        path = folder_paths.get_full_path("diffusion_models", model_name)
+    def fingerprint_inputs(cls, model_name: str | None = None, **options: Any) -> Any:
+        path = None if model_name is None else folder_paths.get_full_path("diffusion_models", model_name)
         stat = None if path is None else os.stat(path)
-        file = None if stat is None else (stat.st_size, stat.st_mtime_ns)
-        return (path, file, method, tuple(parse_layers(exclude_layers)), compute_dtype)
+        return (path, None if stat is None else (stat.st_size, stat.st_mtime_ns), tuple(sorted(options.items())))
 
     @classmethod
     def execute(
-        cls, model_name: str, method: str, exclude_layers: str = "", compute_dtype: str = "auto"
+        cls,
+        model_name: str,
+        method: str,
+        recipe: Recipe | None = None,
+        loras: list[tuple[str, float]] | None = None,
+        disk_cache: bool = False,
+        exclude_layers: str = "",
+        compute_dtype: str = "auto",
+        quantize_device: str = "auto",
     ) -> io.NodeOutput:
         path = folder_paths.get_full_path_or_raise("diffusion_models", model_name)
-        recipe = QuantizeConfig(method=method, exclude_modules=parse_layers(exclude_layers) or None)
-        return io.NodeOutput(load_diffusion_model(path, recipe, COMPUTE_DTYPES[compute_dtype]))
-
-
-def parse_layers(text: str) -> list[str]:
-    """Return the layer names in a text widget: one a line or separated by commas, ``#`` starts a comment."""
-    lines = (line.partition("#")[0] for line in text.splitlines())
-    return [name.strip() for line in lines for name in line.split(",") if name.strip()]
+        if recipe is None:
+            recipe = QuantizeConfig(method=method, exclude_modules=parse_layers(exclude_layers) or None)
+        model = load_diffusion_model(
+            path, recipe, COMPUTE_DTYPES[compute_dtype], tuple(loras or ()), DEVICES[quantize_device], cached=disk_cache
+        )
+        return io.NodeOutput(model)

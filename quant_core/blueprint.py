@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,9 @@ from .layout import Formats, Item, OutputFile, Shape, split_files, tensor_size
 from .plan import DEQUANTIZE, KEEP, QUANTIZE, Plan, PlanRow
 from .runs import peak_bytes
 from .selection import Reason
+
+_DESCRIBING = ("format", "quant_core", "tensor_names", "_quantization_metadata")
+"""Metadata entries by which a reader knows what the tensors of a file mean."""
 
 _QUANTIZE_REASONS = (Reason.IN_BLOCK, Reason.TARGETED, Reason.FALLBACK, Reason.EDITED)
 
@@ -87,7 +90,8 @@ def draw(plan: Plan, checkpoint: Checkpoint | None = None, formats: Formats | No
     metadata = _metadata(plan, checkpoint, stored, tensors, formats)
     recipe, layers = _file_recipe(plan, stored)
     total = sum(info.nbytes for info in checkpoint.tensors.values())
-    manifest = make_manifest(recipe, layers, {"name": checkpoint.path.name, "bytes": total})
+    weights = {row.layer: (row.method, row.shape, getattr(torch, row.dtype)) for row in plan.quantized}
+    manifest = make_manifest(recipe, layers, {"name": checkpoint.path.name, "bytes": total}, weights)
     files = split_files(items, tensors, metadata, manifest, plan.shard_size)
     plan.file_sizes = [file.nbytes for file in files]
     plan.peak_bytes = peak_bytes(plan.rows, formats)
@@ -162,9 +166,13 @@ def _metadata(
     tensors: Mapping[str, tuple[torch.dtype, Shape]],
     formats: Formats,
 ) -> dict[str, str]:
-    """The metadata of the source, without what described layers that are replaced, and with what the new ones need."""
+    """The metadata of the source, without what described layers that are replaced, and with what the new ones need.
+
+    The plan's extra entries come last.
+    """
     gone = {row.layer for row in plan.rows if row.stored and row.decision != KEEP}
     metadata = {k: v for k, v in checkpoint.metadata.items() if k not in ("format", "quant_core", "tensor_names")}
+    needed = {*_DESCRIBING, *checkpoint.tensors, *tensors}  # torchao's entries have the names of their tensors
     for layer in gone:
         metadata.pop(f"{layer}.weight", None)
     if gone and "_quantization_metadata" in metadata:
@@ -181,6 +189,7 @@ def _metadata(
         if "tensor_names" in extra:
             names += json.loads(extra.pop("tensor_names"))
             backend = formats.backend(row.method, row.options)
+        needed.update(extra)
         metadata.update(extra)
     if backend is not None:
         # torchao's own reader drops every tensor that is not listed.
@@ -189,10 +198,23 @@ def _metadata(
         kept = {n: t for n, t in plain.items() if n in checkpoint.tensors and n not in owned and n not in names}
         kept_metadata = backend.flatten_state_dict(kept)[1]
         names += json.loads(kept_metadata.pop("tensor_names"))
+        needed.update(kept_metadata)
         metadata.update(kept_metadata)
     if names:
         metadata["tensor_names"] = json.dumps(names)
-    return {"format": "pt", **metadata}
+    _check_extra(plan.extra_metadata, needed)
+    return {"format": "pt", **metadata, **plan.extra_metadata}
+
+
+def _check_extra(extra: Mapping[str, str], needed: Collection[str]) -> None:
+    for key, value in extra.items():
+        if not isinstance(key, str) or not isinstance(value, str):
+            raise ValueError(f"extra_metadata holds {key!r}: {value!r}; names and values must be text"[:1000])
+        if key in needed:
+            raise ValueError(
+                f"extra_metadata holds {key!r}, by which readers of the file know what its tensors mean; "
+                "give the entry another name"
+            )
 
 
 def _file_recipe(plan: Plan, stored: Mapping[str, StoredLayer]) -> tuple[dict[str, Any], list[list[str]]]:

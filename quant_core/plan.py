@@ -109,6 +109,8 @@ class Plan:
         warnings: what the user should know before converting.
         file_sizes: the exact size of each resulting file, in bytes.
         peak_bytes: about how much memory the conversion takes at most, beyond the imports.
+        extra_metadata: entries for the metadata of the resulting file, such as the workflow that asked for it; they
+            replace entries of the source with the same names. Part of the planned size.
     """
 
     source: str
@@ -120,6 +122,7 @@ class Plan:
     warnings: list[str] = field(default_factory=list)
     file_sizes: list[int] = field(default_factory=list)
     peak_bytes: int = 0
+    extra_metadata: dict[str, str] = field(default_factory=dict)
 
     def __getitem__(self, layer: str) -> PlanRow:
         """Return the row of a layer or tensor."""
@@ -163,6 +166,7 @@ class Plan:
             "part": self.part,
             "recipe": self.recipe,
             "shard_size": self.shard_size,
+            "extra_metadata": self.extra_metadata,
             "warnings": self.warnings,
             "totals": {
                 "quantized": len(self.quantized),
@@ -193,6 +197,9 @@ class Plan:
         if data.get("plan") != PLAN_VERSION:
             raise ValueError(f"the plan has version {data.get('plan')!r}, this quant_core reads {PLAN_VERSION}")
         rows = [PlanRow.from_dict(row) for row in data["rows"]]
+        extra = data.get("extra_metadata", {})
+        if not isinstance(extra, Mapping):
+            raise ValueError(f"extra_metadata of a plan is an object of texts, got {extra!r}"[:1000])
         totals = data.get("totals", {})
         return cls(
             str(data["source"]),
@@ -204,6 +211,7 @@ class Plan:
             list(data.get("warnings", [])),
             list(totals.get("file_sizes", [])),
             int(totals.get("peak_bytes", 0)),
+            dict(extra),
         )
 
     @classmethod
@@ -238,6 +246,7 @@ def plan(
     part: str = "diffusion",
     requantize: bool = False,
     shard_size: int | None = None,
+    extra_metadata: Mapping[str, str] | None = None,
 ) -> Plan:
     """Plan the conversion of a checkpoint from its headers; no tensor but the small format markers is read.
 
@@ -248,10 +257,11 @@ def plan(
         part: what of an all-in-one checkpoint to quantize: ``"diffusion"``, ``"text_encoders"`` or ``"vae"``.
         requantize: also quantize layers that the source holds quantized, instead of keeping them.
         shard_size: write files of at most this many bytes of tensors, with an index.
+        extra_metadata: see :class:`Plan`.
 
     Raises:
         FileNotFoundError, CheckpointError: the source cannot be read.
-        ValueError: the choice of layers is not possible.
+        ValueError: the choice of layers is not possible, or ``extra_metadata`` holds an entry that describes tensors.
     """
     from .blueprint import draw, identity_of, owners_of, weight_name
     from .checkpoint.formats import describe_cost, stored_layers
@@ -298,6 +308,7 @@ def plan(
     result = Plan(
         str(source), identity_of(checkpoint), recipe.to_dict(), part, list(rows.values()), shard_size, warnings
     )
+    result.extra_metadata = dict(extra_metadata or {})
     draw(result, checkpoint, formats)
     return result
 

@@ -21,11 +21,14 @@ from comfy.quant_ops import QuantizedLayout, QuantizedTensor, register_layout_cl
 from torch import nn
 
 from quant_core import QuantBackend
-from quant_core.layout import PLACEHOLDER, StoredForm
-from quant_core.registry import make_backend
+from quant_core.layer import quantize_layer
+from quant_core.layout import PLACEHOLDER, Formats, StoredForm
 
 LAYOUT = "QuantCoreAdapterLayout"
 """Layout names are shared by all packs of a ComfyUI, so ours has a prefix."""
+
+FORMATS = Formats()
+"""The backends of the methods in use, and how they store layers; each made once."""
 
 FIELD_PREFIX = "quantcore_"
 """What the names of a layer's further tensors start with, in the parameters and in a module's state dict."""
@@ -52,7 +55,7 @@ class LayerSpec:
 
     @property
     def backend(self) -> QuantBackend:
-        return backend_of(self.method, self.options)
+        return FORMATS.backend(self.method, json.loads(self.options))
 
     def to_json(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
@@ -63,12 +66,6 @@ class LayerSpec:
     def from_json(cls, text: str) -> LayerSpec:
         method, options, keys, metadata, dtype = json.loads(text)
         return cls(method, options, tuple(keys), metadata, getattr(torch, dtype))
-
-
-@functools.lru_cache(maxsize=256)
-def backend_of(method: str, options: str) -> QuantBackend:
-    """Return the backend of a method with options given as JSON."""
-    return make_backend(method, json.loads(options))
 
 
 class AdapterParams:
@@ -192,14 +189,11 @@ def stored_tensors(weight: QuantizedTensor, layer: str) -> tuple[dict[str, torch
     return tensors, StoredForm({}, json.loads(params.spec.metadata)).metadata_of(layer)
 
 
-def quantize(weight: torch.Tensor, method: str, options: Mapping[str, Any]) -> QuantizedTensor:
-    """Quantize a float weight ``[out_features, in_features]`` with any backend, on the weight's device."""
-    backend = backend_of(method, json.dumps(dict(options), sort_keys=True))
-    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    linear.weight = nn.Parameter(weight.detach(), requires_grad=False)
-    module = backend.create_quantized_linear(linear)
-    flat, metadata = backend.flatten_state_dict({f"{PLACEHOLDER}.{k}": v for k, v in module.state_dict().items()})
-    tensors = {key.removeprefix(f"{PLACEHOLDER}."): tensor for key, tensor in flat.items()}
+def quantize(
+    weight: torch.Tensor, method: str, options: Mapping[str, Any], device: torch.device | None = None
+) -> QuantizedTensor:
+    """Quantize a float weight ``[out_features, in_features]`` with any backend, on ``device`` or where it is."""
+    tensors, metadata = quantize_layer(FORMATS, method, options, weight, device)
     return wrap(method, options, tensors, metadata, tuple(weight.shape), weight.dtype)
 
 

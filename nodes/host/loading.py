@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import comfy.model_management
 import comfy.sd
@@ -16,30 +14,17 @@ from comfy.model_patcher import ModelPatcher
 from quant_core import CheckpointError, QuantizationError, QuantizeConfig, Recipe
 
 from .baking import LoraBaking
+from .cache import cache_key, disk_cache
 from .detection import Detected, detect, renames_layers, unwrap
+from .loaded import LoadedModel, remember
 from .ops import MARKER, quantizing_operations
 from .quantizer import LayerQuantizer, Target, select
+from .saving import save_model
 from .source import Source, adapt_native, read_source
 
 logger = logging.getLogger("quant_core")
 
-ATTACHMENT = "quantcore"
 Loras = Sequence[tuple[str, float]]
-
-
-@dataclass(frozen=True)
-class LoadedModel:
-    """What is known of a model that was loaded here; an attachment of its patcher.
-
-    Attributes:
-        source: name of the file.
-        recipe: what it was quantized by, as ``Recipe.to_dict`` gives it; None for a file that was quantized before.
-        dtypes: of the model's tensors in the file, under the names that ComfyUI loads them by.
-    """
-
-    source: str
-    recipe: dict[str, Any] | None
-    dtypes: dict[str, torch.dtype]
 
 
 def load_diffusion_model(
@@ -48,6 +33,7 @@ def load_diffusion_model(
     compute_dtype: torch.dtype | None = None,
     loras: Loras = (),
     device: torch.device | None = None,
+    cached: bool = False,
     disable_dynamic: bool = False,
 ) -> ModelPatcher:
     """Load ``path`` and quantize it by ``recipe`` while loading.
@@ -61,6 +47,7 @@ def load_diffusion_model(
         compute_dtype: what the model computes in; None lets ComfyUI choose for this machine.
         loras: ``(path, strength)`` of LoRAs that are added in float before the layers are quantized.
         device: where to quantize; None is where ComfyUI runs models.
+        cached: keep the result in the disk cache, and take it from there if it is in it.
         disable_dynamic: ComfyUI asks for a patcher without dynamic memory management, when it loads a model again.
 
     Raises:
@@ -79,6 +66,12 @@ def load_diffusion_model(
     if compute_dtype is None:
         supported = detected.config.supported_inference_dtypes
         compute_dtype = comfy.model_management.unet_manual_cast(None, run_device, supported)
+    again = (load_diffusion_model, (path, recipe, compute_dtype, tuple(loras), device, cached))
+    key = cache_key([path], recipe, compute_dtype, loras) if cached and not source.is_quantized else ""
+    if key:
+        patcher = _from_cache(key, source.name, recipe, compute_dtype, again, disable_dynamic)
+        if patcher is not None:
+            return patcher
     baking = _baking(loras, source, detected)
     try:
         targets, kept = _choose(source, detected, recipe)
@@ -87,24 +80,62 @@ def load_diffusion_model(
     quantizer = LayerQuantizer(targets, device or run_device, baking and baking.bake)
     dtypes = {key: info.dtype for key, info in detected.tensors.items() if not key.endswith("." + MARKER)}
 
-    options = {"custom_operations": quantizing_operations(compute_dtype, quantizer), "dtype": compute_dtype}
     try:
-        patcher = comfy.sd.load_diffusion_model_state_dict(
-            state_dict, model_options=options, metadata=source.metadata, disable_dynamic=disable_dynamic
-        )
+        patcher = _build(state_dict, source.metadata, compute_dtype, quantizer, disable_dynamic)
     except QuantizationError as error:
         raise QuantizationError(f"{source.name}: {error}") from error
+    if baking is not None:
+        baking.bake_rest(patcher.model.diffusion_model, quantizer.done, dtypes)
+    patcher.cached_patcher_init = again
+    used = None if source.is_quantized else recipe.to_dict()
+    remember(patcher, LoadedModel(source.name, used, dtypes))
+    _report(source, detected, quantizer, kept)
+    if key and _into_cache(key, patcher):
+        # The file's own memory is shared with the page cache; what was quantized in memory is not needed any more.
+        return _from_cache(key, source.name, recipe, compute_dtype, again, disable_dynamic) or patcher
+    return patcher
+
+
+def _build(
+    state_dict: dict[str, torch.Tensor],
+    metadata: Mapping[str, str] | None,
+    compute_dtype: torch.dtype,
+    quantizer: LayerQuantizer | None,
+    disable_dynamic: bool,
+) -> ModelPatcher:
+    options = {"custom_operations": quantizing_operations(compute_dtype, quantizer), "dtype": compute_dtype}
+    patcher = comfy.sd.load_diffusion_model_state_dict(
+        state_dict, model_options=options, metadata=metadata, disable_dynamic=disable_dynamic
+    )
     # A dtype that ComfyUI would not pick by itself (bf16 on a CPU) makes it plan a cast to another one, and every
     # forward would then copy every weight.
     if patcher.model.get_dtype_inference() != compute_dtype:
         patcher.model.manual_cast_dtype = compute_dtype
-    if baking is not None:
-        baking.bake_rest(patcher.model.diffusion_model, quantizer.done, dtypes)
-    patcher.cached_patcher_init = (load_diffusion_model, (path, recipe, compute_dtype, tuple(loras), device))
-    used = None if source.is_quantized else recipe.to_dict()
-    patcher.set_attachments(ATTACHMENT, LoadedModel(source.name, used, dtypes))
-    _report(source, detected, quantizer, kept)
     return patcher
+
+
+def _from_cache(
+    key: str, name: str, recipe: Recipe, compute_dtype: torch.dtype, again: tuple, disable_dynamic: bool
+) -> ModelPatcher | None:
+    """Load an entry of the disk cache; None when there is none."""
+    entry = disk_cache().get(key)
+    if entry is None:
+        return None
+    source = read_source(str(entry))
+    dtypes = {key: tensor.dtype for key, tensor in source.state_dict.items() if not key.endswith("." + MARKER)}
+    patcher = _build(unwrap(source.state_dict, source.metadata), source.metadata, compute_dtype, None, disable_dynamic)
+    patcher.cached_patcher_init = again
+    remember(patcher, LoadedModel(name, recipe.to_dict(), dtypes))
+    logger.info("%s: quantized before with %s, loaded from the disk cache", name, recipe.recipe_method)
+    return patcher
+
+
+def _into_cache(key: str, patcher: ModelPatcher) -> bool:
+    """Keep a quantized model in the disk cache; False when it is not kept, which the cache has logged."""
+    with disk_cache().entry(key, patcher.model_size()) as target:
+        if target is not None:
+            save_model(target, patcher)
+    return target is not None
 
 
 def _baking(loras: Loras, source: Source, detected: Detected) -> LoraBaking | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,15 +12,14 @@ import torch
 from comfy.quant_ops import QUANT_ALGOS
 
 from quant_core import QUANT_METHODS, QuantizationError, Recipe
-from quant_core.backend import finite_range
 from quant_core.backends import load_all_backends
 from quant_core.backends.comfy_kitchen import FORMATS, quantize_weight
 from quant_core.checkpoint.header import TensorInfo
 from quant_core.choice import Weight, choose_weights
-from quant_core.layout import Formats
 from quant_core.selection import choose_layers
 
 from . import adapter
+from .user_backends import register_user_backends
 
 Bake = Callable[[str, torch.Tensor], torch.Tensor]
 """Takes a layer's name and its float weight, and returns the weight with everything baked in, in the same dtype."""
@@ -51,6 +49,7 @@ class Selection:
 def all_methods() -> list[str]:
     """Every registered method, also one that another pack registered; ComfyUI's own formats first."""
     load_all_backends()
+    register_user_backends()
     native = [method for method in QUANT_METHODS if is_native(method)]
     return native + [method for method in QUANT_METHODS if method not in native]
 
@@ -60,7 +59,7 @@ def usable_methods() -> list[str]:
     usable: list[str] = []
     for method in all_methods():
         try:
-            adapter.backend_of(method, "{}")
+            adapter.FORMATS.backend(method, {})
         except ImportError:
             continue
         usable.append(method)
@@ -88,9 +87,8 @@ def select(recipe: Recipe, tensors: Mapping[str, TensorInfo]) -> Selection:
         for name, info in tensors.items()
         if name.endswith(".weight")
     }
-    formats = Formats()
     choices = choose_weights(
-        weights, recipe, choose_layers(shapes), lambda part: formats.is_packed(part.method, options_of(part))
+        weights, recipe, choose_layers(shapes), lambda part: adapter.FORMATS.is_packed(part.method, options_of(part))
     )
     targets: dict[str, Target] = {}
     kept: dict[str, str] = {}
@@ -159,9 +157,7 @@ class LayerQuantizer:
     def _quantize(self, name: str, weight: torch.Tensor, target: Target) -> dict[str, torch.Tensor]:
         if self.bake is not None:
             weight = self.bake(name, weight)
-        moved = weight.to(self.device)
         if is_native(target.method):
-            backend = adapter.backend_of(target.method, json.dumps(target.options, sort_keys=True))
-            return quantize_weight(moved, backend.config)
-        finite_range(moved)
-        return {"weight": adapter.quantize(moved, target.method, target.options)}
+            config = adapter.FORMATS.backend(target.method, target.options).config
+            return quantize_weight(weight.to(self.device), config)
+        return {"weight": adapter.quantize(weight, target.method, target.options, self.device)}

@@ -17,7 +17,7 @@ from comfy.quant_ops import QuantizedTensor
 from quant_core import CheckpointError, Recipe
 from quant_core.checkpoint.header import TensorInfo
 
-from .loading import ATTACHMENT, LoadedModel
+from .loaded import LoadedModel, forget, recall, remember
 from .ops import quantizing_operations
 from .quantizer import LayerQuantizer, select
 from .weights import original, own_names, patched_float, refuse_bypass, refuse_hooks
@@ -135,7 +135,7 @@ def dequantize_model(patcher: ModelPatcher, dtype: torch.dtype | None = None) ->
     new.patches = {key: list(entries) for key, entries in patcher.patches.items()}
     new.patches_uuid = patcher.patches_uuid
     new.model.manual_cast_dtype = None if (dtype or compute) == compute else compute
-    new.attachments.pop(ATTACHMENT, None)
+    forget(new)
     return new
 
 
@@ -152,10 +152,10 @@ def _infos(patcher: ModelPatcher) -> dict[str, TensorInfo]:
 
 
 def _attach(new: ModelPatcher, old: ModelPatcher, recipe: dict[str, Any], dtypes: dict[str, torch.dtype]) -> None:
-    loaded = old.get_attachment(ATTACHMENT)
-    known = loaded.dtypes if isinstance(loaded, LoadedModel) else {}
-    source = loaded.source if isinstance(loaded, LoadedModel) else type(old.model).__name__
-    new.set_attachments(ATTACHMENT, LoadedModel(source, recipe, {**dtypes, **known}))
+    loaded = recall(old)
+    known = {} if loaded is None else loaded.dtypes
+    source = type(old.model).__name__ if loaded is None else loaded.source
+    remember(new, LoadedModel(source, recipe, {**dtypes, **known}))
 
 
 def _rebuild(

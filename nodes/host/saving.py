@@ -27,7 +27,7 @@ from quant_core.checkpoint.manifest import make_manifest
 from quant_core.layout import join_metadata
 
 from .adapter import is_adapted, stored_tensors
-from .loading import ATTACHMENT, LoadedModel
+from .loaded import LoadedModel, recall
 from .ops import MARKER
 from .weights import WITH_WEIGHT, original, own_names, patched, refuse_bypass, refuse_hooks
 
@@ -48,6 +48,7 @@ class Piece:
         metadata: entries that the file needs for the layer.
         method: the layer's method; empty for what is not quantized.
         options: of the method, as JSON.
+        shape, dtype: of the float weight of a quantized layer.
     """
 
     name: str
@@ -56,6 +57,8 @@ class Piece:
     metadata: dict[str, str] = field(default_factory=dict)
     method: str = ""
     options: str = "{}"
+    shape: tuple[int, ...] = ()
+    dtype: torch.dtype = torch.float32
 
 
 def save_model(
@@ -79,12 +82,12 @@ def save_model(
     """
     refuse_hooks(model, "saved")
     refuse_bypass(model, "saved")
-    loaded = model.get_attachment(ATTACHMENT)
-    dtypes = loaded.dtypes if isinstance(loaded, LoadedModel) else {}
+    loaded = recall(model)
+    dtypes = {} if loaded is None else loaded.dtypes
     pieces, others = _named(model, clip, vae, dtypes)
     layout = {name: entry for piece in pieces for name, entry in piece.layout.items()}
     layout |= {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in others.items()}
-    manifest = _manifest(pieces, loaded if isinstance(loaded, LoadedModel) else None)
+    manifest = _manifest(pieces, loaded)
     entries = join_metadata(
         {"format": "pt", **(metadata or {})},
         [(piece.method, piece.options, piece.metadata) for piece in pieces if piece.method],
@@ -183,7 +186,8 @@ def _quantized_piece(
     layout = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in _tensors_of(module, weight, layer).items()}
     if is_adapted(weight):
         spec = weight._params.spec
-        return Piece(layer, layout, make, stored_tensors(weight, layer)[1], spec.method, spec.options)
+        metadata = stored_tensors(weight, layer)[1]
+        return Piece(layer, layout, make, metadata, spec.method, spec.options, tuple(weight.shape), spec.dtype)
     # With convrot off an int8 layer takes the rotation from its marker.
     options = '{"convrot": false}' if module.quant_format == "int8_tensorwise" else "{}"
     return Piece(layer, layout, make, {}, COMFY_FORMATS.get(module.quant_format) or "", options)
@@ -210,13 +214,14 @@ def _manifest(pieces: list[Piece], loaded: LoadedModel | None) -> dict[str, Any]
     if not quantized:
         return None
     source = None if loaded is None else {"name": loaded.source}
+    weights = {piece.name: (piece.method, piece.shape, piece.dtype) for piece in quantized}
     if loaded is not None and loaded.recipe is not None:
         recipe = recipe_from_dict(loaded.recipe)
         layers = [
             [p.name for p in quantized if p.method == part.method and part.matches(p.name)] for part in recipe.parts()
         ]
         if sorted(name for names in layers for name in names) == sorted(piece.name for piece in quantized):
-            return make_manifest(recipe.to_dict(), layers, source)
+            return make_manifest(recipe.to_dict(), layers, source, weights)
     groups: dict[tuple[str, str], list[str]] = {}
     for piece in quantized:
         groups.setdefault((piece.method, piece.options), []).append(piece.name)
@@ -224,4 +229,5 @@ def _manifest(pieces: list[Piece], loaded: LoadedModel | None) -> dict[str, Any]
         {"method": method, "backend_config_kwargs": json.loads(options), "target_modules": names}
         for (method, options), names in groups.items()
     ]
-    return make_manifest({"configs": configs} if len(configs) > 1 else configs[0], list(groups.values()), source)
+    recorded = {"configs": configs} if len(configs) > 1 else configs[0]
+    return make_manifest(recorded, list(groups.values()), source, weights)

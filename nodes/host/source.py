@@ -21,15 +21,17 @@ import safetensors
 import torch
 from comfy.quant_ops import QUANT_ALGOS
 
-from quant_core import CheckpointError
+from quant_core import CheckpointError, recipe_from_dict
 from quant_core.checkpoint import open_checkpoint
 from quant_core.checkpoint.formats import StoredLayer, dequantize_layer, stored_layers
+from quant_core.checkpoint.manifest import read_manifest
 from quant_core.checkpoint.reader import Checkpoint
 from quant_core.checkpoint.recognize import missing_markers
 from quant_core.layout import PLACEHOLDER
 
 from .adapter import wrap
 from .ops import MARKER
+from .user_backends import register_user_backends
 
 _SAFETENSORS = (".safetensors", ".sft")
 # Metadata entries of a whole file, which say nothing about a single layer.
@@ -95,12 +97,34 @@ def read_source(path: str) -> Source:
         checkpoint = open_checkpoint(path)
         for layer in stored_layers(checkpoint).values():
             _take(source, checkpoint, layer)
+        _take_registered(source, checkpoint)
         # The older scaled fp8 form marks the whole file by one tensor; its layers have markers of their own now.
         for key in [key for key in state_dict if key.rpartition(".")[2] == "scaled_fp8"]:
             del state_dict[key]
     else:
         _count_markers(source)
     return source
+
+
+def _take_registered(source: Source, checkpoint: Checkpoint) -> None:
+    """Take the layers of a registered backend, whose format only the file's own record describes."""
+    manifest = read_manifest(checkpoint.path, checkpoint.metadata)
+    if manifest is None or not manifest.weights:
+        return
+    register_user_backends()
+    recipe = recipe_from_dict(manifest.recipe, load_prequantized=True)
+    for part, layers in zip(recipe.parts(), manifest.layers, strict=True):
+        for name in layers:
+            if name not in manifest.weights:
+                continue
+            shape, dtype = manifest.weights[name]
+            keys = [key for key in checkpoint.tensors if key.startswith(f"{name}.") and key != f"{name}.bias"]
+            layer = StoredLayer(
+                name, part.backend.name, part.method, part.method, shape, getattr(torch, dtype), tuple(keys)
+            )
+            source.formats[part.method] += 1
+            source.methods[part.method] += 1
+            _wrap(source, checkpoint, layer, part.to_dict().get("backend_config_kwargs", {}))
 
 
 def adapt_native(source: Source) -> None:
@@ -137,7 +161,7 @@ def _take(source: Source, checkpoint: Checkpoint, layer: StoredLayer) -> None:
     source.again.add(layer.name)
 
 
-def _wrap(source: Source, checkpoint: Checkpoint, layer: StoredLayer) -> None:
+def _wrap(source: Source, checkpoint: Checkpoint, layer: StoredLayer, options: Mapping[str, Any] | None = None) -> None:
     prefix = f"{layer.name}."
     tensors = {key.removeprefix(prefix): source.state_dict.pop(key) for key in layer.keys}
     if layer.family == "comfy" and MARKER not in tensors:
@@ -150,8 +174,9 @@ def _wrap(source: Source, checkpoint: Checkpoint, layer: StoredLayer) -> None:
     }
     if layer.family == "torchao":
         metadata["tensor_names"] = json.dumps([f"{PLACEHOLDER}.weight"])
-    # With convrot off the layer takes the rotation from its marker; on, an unrotated marker is refused.
-    options = {"convrot": False} if layer.format == "int8_tensorwise" else {}
+    if options is None:
+        # With convrot off the layer takes the rotation from its marker; on, an unrotated marker is refused.
+        options = {"convrot": False} if layer.format == "int8_tensorwise" else {}
     assert layer.method is not None
     wrapped = wrap(layer.method, options, tensors, metadata, layer.shape, layer.dtype)
     try:

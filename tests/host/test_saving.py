@@ -1,4 +1,4 @@
-"""Saving a model of the graph: the file of the command line, read by ComfyUI's own loader where the format is its own."""
+"""Saving a model of the graph as a file that ComfyUI's own loader opens, where the format is its own."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_comfyuis_own_loader_opens_it(method, online, save, stock_load, tmp_path
 
 
 @pytest.mark.parametrize("method", ["comfy_kitchen_int8_w8a8", "comfy_kitchen_nvfp4_w4a4", "bitsandbytes_nf4"])
-def test_a_lora_is_saved_as_it_is_sampled(method, online, save, tmp_path, flux_output, comfy_idle, weights, assert_same):
+def test_a_lora_is_saved_as_sampled(method, online, save, tmp_path, flux_output, comfy_idle, weights, assert_same):
     """From a model that is not loaded, and from one whose LoRA is baked in: the same file; the model is unchanged."""
     import torch
 

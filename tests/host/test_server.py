@@ -194,6 +194,7 @@ def test_the_node_describes_itself(server):
     assert {name for name, (_, options) in inputs.items() if options.get("advanced")} == {
         "exclude_layers",
         "compute_dtype",
+        "quantize_device",
     }
     assert "comfy_kitchen_nvfp4_w4a4" in inputs["method"][1]["options"]
     assert set(inputs["model_name"][1]["options"]) >= {"flux.safetensors", "garbage.safetensors"}
@@ -201,8 +202,8 @@ def test_the_node_describes_itself(server):
 
 def test_help_page_and_example_are_served(server):
     assert "Load Diffusion Model" in server.get(f"/extensions/{PACK}/docs/QuantCore_LoadDiffusionModel.md")
-    (name,) = server.get("/workflow_templates")[PACK]
-    example = server.get(f"/api/workflow_templates/{PACK}/{name}.json")
+    assert set(server.get("/workflow_templates")[PACK]) == {f.stem for f in (ROOT / "example_workflows").glob("*.json")}
+    example = server.get(f"/api/workflow_templates/{PACK}/quantize_while_loading.json")
     nodes = {node["id"]: node for node in example["nodes"]}
     assert "QuantCore_LoadDiffusionModel" in {node["type"] for node in nodes.values()}
     known = server.get("/object_info")
@@ -210,6 +211,21 @@ def test_help_page_and_example_are_served(server):
         entry = nodes[target]["inputs"][slot]
         accepted = known[nodes[target]["type"]]["input"]["required"][entry["name"]][0]
         assert known[nodes[source]["type"]]["output"][output] == kind == accepted
+
+
+def test_every_node_describes_itself_and_has_a_help_page(server):
+    """Every input and output says in a tooltip what it is for."""
+    ours = {name: node for name, node in server.get("/object_info").items() if name.startswith("QuantCore_")}
+    assert len(ours) >= 10
+    for name, node in ours.items():
+        assert node["category"] == "quantization" and node["description"] and node["search_aliases"], name
+        inputs = {**node["input"].get("required", {}), **node["input"].get("optional", {})}
+        assert [key for key, (_, *options) in inputs.items() if not (options and options[0].get("tooltip"))] == [], name
+        assert all(node.get("output_tooltips") or [None]) or not node["output"], name
+        assert sum(not options[0].get("advanced") for _, *options in inputs.values()) <= 9, name
+        page = server.get(f"/extensions/{PACK}/docs/{name}.md")
+        assert page.startswith(f"# {node['display_name']}"), name
+        assert [key for key in inputs if f"`{key}`" not in page] == [], name
 
 
 def test_quantizing_online_samples_like_the_converted_file_in_the_stock_loader(server, workflow, quantized_latent):
