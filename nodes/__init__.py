@@ -16,6 +16,7 @@ from .lora_to_bake import LoraToBake  # noqa: E402
 from .mixed_quantization import MixedQuantization  # noqa: E402
 from .quantization_method import QuantizationMethod  # noqa: E402
 from .quantization_plan import QuantizationPlan  # noqa: E402
+from .quantization_preset import QuantizationPreset  # noqa: E402
 from .quantize_model import QuantizeModel  # noqa: E402
 from .save_checkpoint import SaveQuantizedCheckpoint  # noqa: E402
 
@@ -24,6 +25,7 @@ NODES: list[type[io.ComfyNode]] = [
     LoraToBake,
     QuantizeModel,
     DequantizeModel,
+    QuantizationPreset,
     QuantizationMethod,
     MixedQuantization,
     SaveQuantizedCheckpoint,
