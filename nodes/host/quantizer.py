@@ -143,9 +143,9 @@ class LayerQuantizer:
         weight = state_dict.pop(prefix + "weight")
         try:
             made = self._quantize(name, weight, target)
-        except (RuntimeError, ValueError, ImportError) as error:
-            if comfy.model_management.is_oom(error):
-                raise  # ComfyUI frees memory and tells the user.
+        except (RuntimeError, ValueError, ImportError, MemoryError) as error:
+            if _is_out_of_memory(error):
+                raise _out_of_memory(name, weight, self.device, error) from error
             raise QuantizationError(
                 f"layer {name} {list(weight.shape)} ({weight.dtype}) cannot be quantized with {target.method}: {error}"
             ) from error
@@ -161,3 +161,19 @@ class LayerQuantizer:
             config = adapter.FORMATS.backend(target.method, target.options).config
             return quantize_weight(weight.to(self.device), config)
         return {"weight": adapter.quantize(weight, target.method, target.options, self.device)}
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    # torch has no exception of its own for the CPU's memory.
+    return isinstance(error, MemoryError) or comfy.model_management.is_oom(error) or "DefaultCPUAllocator" in str(error)
+
+
+def _out_of_memory(name: str, weight: torch.Tensor, device: torch.device, error: BaseException) -> BaseException:
+    """Return an error of the kind that ComfyUI frees memory for, which says what to lower."""
+    large = f"layer {name} {list(weight.shape)} ({weight.dtype}) could not be quantized on {device}: out of memory"
+    if device.type == "cpu":
+        return MemoryError(
+            f"{large}. The quantized model does not fit into memory: choose a method with fewer bits, close other "
+            "programs, or convert the file with Convert Checkpoint, which needs little memory, and load the result"
+        )
+    return type(error)(f"{large}. Set quantize_device to cpu, or free the card: unload other models first")

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -139,3 +142,13 @@ def test_a_weight_that_is_not_finite(online, make_tiny, tmp_path):
     tensors["single_blocks.1.linear1.weight"][3, 5] = float("nan")
     path = save(tmp_path / "nan.safetensors", tensors)
     refused(online, path, "single_blocks.1.linear1", "NaN", error="QuantizationError")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a limit on a process's memory, which only Linux keeps to")
+def test_out_of_memory_says_what_to_lower(tmp_path):
+    """A process whose memory is limited once ComfyUI is there."""
+    script = Path(__file__).with_name("out_of_memory_process.py")
+    result = subprocess.run([sys.executable, script, tmp_path], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert "MemoryError" in result.stdout
+    assert "Convert Checkpoint" in result.stdout and "blocks.0.large" in result.stdout
