@@ -58,15 +58,6 @@ class LoadDiffusionModelQuantized(io.ComfyNode):
                     optional=True,
                     tooltip="LoRAs from LoRA to Bake, added in full precision before the layers are quantized.",
                 ),
-                io.Boolean.Input(
-                    "disk_cache",
-                    default=False,
-                    optional=True,
-                    tooltip=(
-                        "Keep the quantized model on disk, so that the next load of the same file, recipe and LoRAs "
-                        "takes seconds and little memory. See Clear Quantization Cache."
-                    ),
-                ),
                 io.String.Input(
                     "exclude_layers",
                     default="",
@@ -80,6 +71,15 @@ class LoadDiffusionModelQuantized(io.ComfyNode):
                     ),
                 ),
                 compute_dtype_input(),
+                io.Boolean.Input(
+                    "disk_cache",
+                    default=False,
+                    optional=True,
+                    tooltip=(
+                        "Keep the quantized model on disk, so that the next load of the same file, recipe and LoRAs "
+                        "takes seconds and little memory. See Clear Quantization Cache."
+                    ),
+                ),
                 quantize_device_input(),
             ],
             outputs=[io.Model.Output(tooltip="The quantized model, for a sampler or a LoRA node.")],
@@ -98,9 +98,9 @@ class LoadDiffusionModelQuantized(io.ComfyNode):
         method: str,
         recipe: Recipe | None = None,
         loras: list[tuple[str, float]] | None = None,
-        disk_cache: bool = False,
         exclude_layers: str = "",
         compute_dtype: str = "auto",
+        disk_cache: bool = False,
         quantize_device: str = "auto",
     ) -> io.NodeOutput:
         path = folder_paths.get_full_path_or_raise("diffusion_models", model_name)

@@ -200,17 +200,39 @@ def test_the_node_describes_itself(server):
     assert set(inputs["model_name"][1]["options"]) >= {"flux.safetensors", "garbage.safetensors"}
 
 
-def test_help_page_and_example_are_served(server):
-    assert "Load Diffusion Model" in server.get(f"/extensions/{PACK}/docs/QuantCore_LoadDiffusionModel.md")
-    assert set(server.get("/workflow_templates")[PACK]) == {f.stem for f in (ROOT / "example_workflows").glob("*.json")}
-    example = server.get(f"/api/workflow_templates/{PACK}/quantize_while_loading.json")
+EXAMPLES = sorted(file.stem for file in (ROOT / "example_workflows").glob("*.json"))
+WIDGETS = ("COMBO", "STRING", "INT", "FLOAT", "BOOLEAN")
+
+
+def test_every_example_is_offered(server):
+    assert sorted(server.get("/workflow_templates")[PACK]) == EXAMPLES
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_fits_the_nodes(name, server):
+    """Links of the right types, and for each widget of our nodes a value that it takes, in order."""
+    example = server.get(f"/api/workflow_templates/{PACK}/{name}.json")
     nodes = {node["id"]: node for node in example["nodes"]}
-    assert "QuantCore_LoadDiffusionModel" in {node["type"] for node in nodes.values()}
     known = server.get("/object_info")
     for _, source, output, target, slot, kind in example["links"]:
         entry = nodes[target]["inputs"][slot]
-        accepted = known[nodes[target]["type"]]["input"]["required"][entry["name"]][0]
-        assert known[nodes[source]["type"]]["output"][output] == kind == accepted
+        groups = known[nodes[target]["type"]]["input"]
+        accepted = {**groups.get("required", {}), **groups.get("optional", {})}[entry["name"].partition(".")[0]][0]
+        assert known[nodes[source]["type"]]["output"][output] == kind
+        assert accepted in (kind, "COMFY_AUTOGROW_V3")
+    ours = [node for node in nodes.values() if node["type"].startswith("QuantCore_")]
+    assert ours
+    for node in ours:
+        described = known[node["type"]]
+        order = [key for group in described["input_order"].values() for key in group]
+        inputs = {**described["input"].get("required", {}), **described["input"].get("optional", {})}
+        widgets = [key for key in order if key in inputs and inputs[key][0] in WIDGETS]
+        assert len(node["widgets_values"]) == len(widgets), node["type"]
+        for key, value in zip(widgets, node["widgets_values"], strict=True):
+            kind, options = inputs[key]
+            assert type(value) is {"BOOLEAN": bool, "INT": int, "FLOAT": float}.get(kind, str), key
+            if kind == "COMBO" and key not in ("model_name", "lora_name", "file"):
+                assert value in options["options"], key
 
 
 def test_every_node_describes_itself_and_has_a_help_page(server):
@@ -235,6 +257,61 @@ def test_quantizing_online_samples_like_the_converted_file_in_the_stock_loader(s
     assert torch.isfinite(stock).all() and stock.std() > 0.1
     # The weights are the same bytes; the file's are mapped, and a misaligned matmul on a CPU rounds differently.
     assert (stock - quantized_latent).norm() / stock.norm() < 1e-3
+
+
+def test_saving_from_the_graph_gives_the_command_lines_file(server):
+    """Tensor for tensor, and with the workflow in its metadata, as ComfyUI's own savers put it there."""
+    import torch
+    from safetensors import safe_open
+
+    save = {"model": ["1", 0], "filename_prefix": "diffusion_models/saved"}
+    entry = server.run(
+        {"1": our_loader("flux.safetensors"), "2": {"class_type": "QuantCore_SaveCheckpoint", "inputs": save}}
+    )
+    assert entry["status"]["status_str"] == "success", entry["status"]
+    path = server.base / "output" / "diffusion_models" / "saved_00001_.safetensors"
+    assert str(path) in entry["outputs"]["2"]["text"][0]
+    assert "diffusion_models/saved" in stored_prompt(path)
+    written = server.base / "models" / "diffusion_models" / "flux_int8.safetensors"
+    with safe_open(path, "pt") as ours, safe_open(written, "pt") as cli:
+        assert set(ours.keys()) == set(cli.keys())
+        assert all(torch.equal(ours.get_tensor(name), cli.get_tensor(name)) for name in ours.keys())  # noqa: SIM118
+
+
+def stored_prompt(path: Path) -> str:
+    from safetensors import safe_open
+
+    with safe_open(path, "pt") as file:
+        return file.metadata()["prompt"]
+
+
+def test_quantizing_a_model_of_the_graph(server, workflow):
+    """A stock loader and a recipe, through a sampler; then again, with the model unloaded in between."""
+    import torch
+
+    def build(run: int) -> dict:
+        graph = workflow({"class_type": "QuantCore_QuantizeModel", "inputs": {"model": ["6", 0], "recipe": ["7", 0]}})
+        graph["2"]["inputs"]["run"] = run
+        graph["6"] = stock_loader("flux.safetensors")
+        graph["7"] = {"class_type": "QuantCore_QuantizationPreset", "inputs": {"policy": "8 bit", "hardware": "any"}}
+        return graph
+
+    first = server.latent(server.run(build(1)))
+    server.post("/free", {"unload_models": True, "free_memory": False})
+    assert torch.equal(first, server.latent(server.run(build(2))))
+    exact = server.latent(server.run(workflow(stock_loader("flux.safetensors"), "float")))
+    assert 0 < (exact - first).norm() / exact.norm() < 0.05
+
+
+def test_the_disk_cache_serves_the_second_load(server, workflow, quantized_latent):
+    import torch
+
+    first = server.latent(server.run(workflow(our_loader("flux.safetensors", disk_cache=True), "cached")))
+    server.post("/free", {"unload_models": True, "free_memory": True})
+    again = workflow(our_loader("flux.safetensors", disk_cache=True), "cached", run=1)
+    assert torch.equal(first, server.latent(server.run(again)))
+    assert "loaded from the disk cache" in server.log.read_text(errors="replace")
+    assert (first - quantized_latent).norm() / first.norm() < 1e-3
 
 
 def test_the_quantized_model_samples_close_to_the_float_model(server, workflow, quantized_latent):
