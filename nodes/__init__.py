@@ -12,6 +12,7 @@ from .checkpoint_doctor import CheckpointDoctor  # noqa: E402
 from .convert_checkpoint import ConvertCheckpoint  # noqa: E402
 from .dequantize_model import DequantizeModel  # noqa: E402
 from .load_diffusion_model import LoadDiffusionModelQuantized  # noqa: E402
+from .load_lora import LoadLoraQuantized  # noqa: E402
 from .lora_to_bake import LoraToBake  # noqa: E402
 from .mixed_quantization import MixedQuantization  # noqa: E402
 from .quantization_method import QuantizationMethod  # noqa: E402
@@ -23,6 +24,7 @@ from .save_checkpoint import SaveQuantizedCheckpoint  # noqa: E402
 NODES: list[type[io.ComfyNode]] = [
     LoadDiffusionModelQuantized,
     LoraToBake,
+    LoadLoraQuantized,
     QuantizeModel,
     DequantizeModel,
     QuantizationPreset,

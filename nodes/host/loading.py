@@ -17,6 +17,7 @@ from .baking import LoraBaking
 from .cache import cache_key, disk_cache
 from .detection import Detected, detect, renames_layers, unwrap
 from .loaded import LoadedModel, remember
+from .lora import watch_patches
 from .ops import MARKER, quantizing_operations
 from .quantizer import LayerQuantizer, Target, select
 from .saving import save_model
@@ -89,6 +90,7 @@ def load_diffusion_model(
     patcher.cached_patcher_init = again
     used = None if source.is_quantized else recipe.to_dict()
     remember(patcher, LoadedModel(source.name, used, dtypes))
+    watch_patches(patcher)
     _report(source, detected, quantizer, kept)
     if key and _into_cache(key, patcher):
         # The file's own memory is shared with the page cache; what was quantized in memory is not needed any more.
@@ -126,6 +128,7 @@ def _from_cache(
     patcher = _build(unwrap(source.state_dict, source.metadata), source.metadata, compute_dtype, None, disable_dynamic)
     patcher.cached_patcher_init = again
     remember(patcher, LoadedModel(name, recipe.to_dict(), dtypes))
+    watch_patches(patcher)
     logger.info("%s: quantized before with %s, loaded from the disk cache", name, recipe.recipe_method)
     return patcher
 

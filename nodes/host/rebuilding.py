@@ -18,6 +18,7 @@ from quant_core import CheckpointError, Recipe
 from quant_core.checkpoint.header import TensorInfo
 
 from .loaded import LoadedModel, forget, recall, remember
+from .lora import watch_patches
 from .ops import quantizing_operations
 from .quantizer import LayerQuantizer, select
 from .weights import original, own_names, patched_float, refuse_bypass, refuse_hooks
@@ -156,6 +157,7 @@ def _attach(new: ModelPatcher, old: ModelPatcher, recipe: dict[str, Any], dtypes
     known = {} if loaded is None else loaded.dtypes
     source = type(old.model).__name__ if loaded is None else loaded.source
     remember(new, LoadedModel(source, recipe, {**dtypes, **known}))
+    watch_patches(new)
 
 
 def _rebuild(

@@ -76,7 +76,9 @@ def refuse_hooks(patcher: ModelPatcher, what: str) -> None:
 
 def refuse_bypass(patcher: ModelPatcher, what: str) -> None:
     """Raise CheckpointError for a model with LoRAs that run beside its layers, which would silently be lost."""
-    bypass = [name for name in getattr(patcher, "injections", {}) if "bypass" in name]
+    # Our keys hold the file between a title and what makes them unique.
+    keys = [key for key in getattr(patcher, "injections", {}) if "bypass" in key]
+    bypass = [" ".join(key.split(" ")[1:-1]) or key for key in keys]
     if bypass:
         raise CheckpointError(
             f"the model has a bypass LoRA ({', '.join(bypass)}), which runs beside the layers and is no part of their "
