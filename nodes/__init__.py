@@ -9,6 +9,7 @@ from .core import provide_quant_core
 provide_quant_core()  # Before the node modules, which import quant_core by its name.
 
 from .checkpoint_doctor import CheckpointDoctor  # noqa: E402
+from .clear_quantization_cache import ClearQuantizationCache  # noqa: E402
 from .convert_checkpoint import ConvertCheckpoint  # noqa: E402
 from .dequantize_model import DequantizeModel  # noqa: E402
 from .load_diffusion_model import LoadDiffusionModelQuantized  # noqa: E402
@@ -34,6 +35,7 @@ NODES: list[type[io.ComfyNode]] = [
     QuantizationPlan,
     ConvertCheckpoint,
     CheckpointDoctor,
+    ClearQuantizationCache,
 ]
 
 

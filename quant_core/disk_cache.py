@@ -116,7 +116,7 @@ class DiskCache:
 
         Args:
             key: of the entry, from :func:`entry_key`.
-            nbytes: what the file will take, as far as that is known. Room is made before it is written.
+            nbytes: what the file will take, as far as that is known. Room is made for it before it is written.
 
         Raises:
             CheckpointError: the block wrote something that is no complete safetensors file.
@@ -162,7 +162,7 @@ class DiskCache:
             with self._locked():
                 self._remove_stale()
                 fits = self._fits(nbytes)
-                self._evict(self.limit_bytes - nbytes if fits else self.limit_bytes)
+                self._evict(self.limit_bytes - nbytes if fits else self.limit_bytes, spare=key if fits else "")
                 free = shutil.disk_usage(self.folder).free
                 if fits and nbytes > free:
                     self._not_kept(f"it takes {_gb(nbytes)}, the disk has {_gb(free)} free")
@@ -220,7 +220,7 @@ class DiskCache:
         now = time.time_ns()
         with contextlib.suppress(OSError):  # a folder that may only be read serves all the same
             used.touch()
-            os.utime(used, ns=(now, now))
+            os.utime(used, ns=(now, now))  # finer than the clock that touch() takes
 
     def _entries(self) -> list[_Entry]:
         """Return the entries, the least recently used first."""
@@ -245,7 +245,7 @@ class DiskCache:
 
         Args:
             limit: in bytes.
-            spare: key of an entry that is replaced, and does not count.
+            spare: key of an entry that is to be replaced: it stays, and does not count.
         """
         entries = [entry for entry in self._entries() if entry.path != self._path(spare)]
         total, freed = sum(entry.size for entry in entries), 0

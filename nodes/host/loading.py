@@ -123,7 +123,12 @@ def _from_cache(
     entry = disk_cache().get(key)
     if entry is None:
         return None
-    source = read_source(str(entry))
+    try:
+        source = read_source(str(entry))
+    except CheckpointError:
+        if entry.exists():
+            raise
+        return None  # another process made room for an entry of its own
     dtypes = {key: tensor.dtype for key, tensor in source.state_dict.items() if not key.endswith("." + MARKER)}
     patcher = _build(unwrap(source.state_dict, source.metadata), source.metadata, compute_dtype, None, disable_dynamic)
     patcher.cached_patcher_init = again
