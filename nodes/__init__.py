@@ -12,6 +12,7 @@ from .checkpoint_doctor import CheckpointDoctor  # noqa: E402
 from .clear_quantization_cache import ClearQuantizationCache  # noqa: E402
 from .convert_checkpoint import ConvertCheckpoint  # noqa: E402
 from .dequantize_model import DequantizeModel  # noqa: E402
+from .list_methods import ListMethods  # noqa: E402
 from .load_diffusion_model import LoadDiffusionModelQuantized  # noqa: E402
 from .load_lora import LoadLoraQuantized  # noqa: E402
 from .lora_to_bake import LoraToBake  # noqa: E402
@@ -36,6 +37,7 @@ NODES: list[type[io.ComfyNode]] = [
     ConvertCheckpoint,
     CheckpointDoctor,
     ClearQuantizationCache,
+    ListMethods,
 ]
 
 

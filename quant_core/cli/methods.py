@@ -27,7 +27,8 @@ def add_describe(commands: argparse._SubParsersAction) -> argparse.ArgumentParse
     return command
 
 
-def _method_rows() -> list[dict[str, str]]:
+def method_rows() -> list[dict[str, str]]:
+    """Return every method with how it runs on this machine; ``not here`` where its library is missing."""
     backends.load_all_backends()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rows = []
@@ -42,7 +43,7 @@ def _method_rows() -> list[dict[str, str]]:
 
 
 def _methods(options: argparse.Namespace) -> int:
-    rows = _method_rows()
+    rows = method_rows()
     if options.json:
         print(json.dumps(rows))
         return EXIT_OK
