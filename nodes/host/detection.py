@@ -19,6 +19,9 @@ from quant_core.checkpoint.header import TensorInfo
 from .adapter import is_adapted
 from .ops import MARKER
 
+_PREDICTION_MARKS = {"v_pred", "ztsnr", "edm_vpred.sigma_max", "edm_vpred.sigma_min", "edm_mean", "edm_std"}
+"""Tensors beside the diffusion model's that say how a model of the SDXL kind was trained to predict."""
+
 
 @dataclass(frozen=True)
 class Detected:
@@ -63,6 +66,7 @@ def unwrap(state_dict: dict[str, torch.Tensor], metadata: Mapping[str, str] | No
     inner, _ = comfy.utils.convert_old_quants(inner, "", metadata=metadata)
     # A header that lists layers with the prefix has just added markers for layers of that name.
     ending = "." + MARKER
+    inner.update({key: state_dict[key] for key in _PREDICTION_MARKS & state_dict.keys()})
     return {k: v for k, v in inner.items() if not k.endswith(ending) or k.removesuffix(MARKER) + "weight" in inner}
 
 

@@ -16,7 +16,7 @@ from quant_core import CheckpointError, QuantizationError, QuantizeConfig, Recip
 from .baking import LoraBaking
 from .cache import cache_key, disk_cache
 from .detection import Detected, detect, renames_layers, unwrap
-from .loaded import LoadedModel, remember
+from .loaded import LoadedModel, metadata_of_model, remember
 from .lora import watch_patches
 from .ops import MARKER, quantizing_operations
 from .quantizer import LayerQuantizer, Target, select
@@ -89,7 +89,8 @@ def load_diffusion_model(
         baking.bake_rest(patcher.model.diffusion_model, quantizer.done, dtypes)
     patcher.cached_patcher_init = again
     used = None if source.is_quantized else recipe.to_dict()
-    remember(patcher, LoadedModel(source.name, used, dtypes))
+    about = metadata_of_model(source.metadata, source.file_names)
+    remember(patcher, LoadedModel(source.name, used, dtypes, about))
     watch_patches(patcher)
     _report(source, detected, quantizer, kept)
     if key and _into_cache(key, patcher):
@@ -132,7 +133,8 @@ def _from_cache(
     dtypes = {key: tensor.dtype for key, tensor in source.state_dict.items() if not key.endswith("." + MARKER)}
     patcher = _build(unwrap(source.state_dict, source.metadata), source.metadata, compute_dtype, None, disable_dynamic)
     patcher.cached_patcher_init = again
-    remember(patcher, LoadedModel(name, recipe.to_dict(), dtypes))
+    about = metadata_of_model(source.metadata, source.file_names)
+    remember(patcher, LoadedModel(name, recipe.to_dict(), dtypes, about))
     watch_patches(patcher)
     logger.info("%s: quantized before with %s, loaded from the disk cache", name, recipe.recipe_method)
     return patcher

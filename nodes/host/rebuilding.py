@@ -17,7 +17,7 @@ from comfy.quant_ops import QuantizedTensor
 from quant_core import CheckpointError, Recipe
 from quant_core.checkpoint.header import TensorInfo
 
-from .loaded import LoadedModel, forget, recall, remember
+from .loaded import LoadedModel, known_metadata, recall, remember
 from .lora import watch_patches
 from .ops import quantizing_operations
 from .quantizer import LayerQuantizer, select
@@ -136,7 +136,7 @@ def dequantize_model(patcher: ModelPatcher, dtype: torch.dtype | None = None) ->
     new.patches = {key: list(entries) for key, entries in patcher.patches.items()}
     new.patches_uuid = patcher.patches_uuid
     new.model.manual_cast_dtype = None if (dtype or compute) == compute else compute
-    forget(new)
+    remember(new, LoadedModel(_source(patcher), None, {}, known_metadata(patcher)))
     return new
 
 
@@ -155,9 +155,13 @@ def _infos(patcher: ModelPatcher) -> dict[str, TensorInfo]:
 def _attach(new: ModelPatcher, old: ModelPatcher, recipe: dict[str, Any], dtypes: dict[str, torch.dtype]) -> None:
     loaded = recall(old)
     known = {} if loaded is None else loaded.dtypes
-    source = type(old.model).__name__ if loaded is None else loaded.source
-    remember(new, LoadedModel(source, recipe, {**dtypes, **known}))
+    remember(new, LoadedModel(_source(old), recipe, {**dtypes, **known}, known_metadata(old)))
     watch_patches(new)
+
+
+def _source(patcher: ModelPatcher) -> str:
+    loaded = recall(patcher)
+    return type(patcher.model).__name__ if loaded is None else loaded.source
 
 
 def _rebuild(

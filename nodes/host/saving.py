@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import comfy.model_base
 import comfy.model_management
 import comfy.utils
 import torch
@@ -27,7 +28,7 @@ from quant_core.checkpoint.manifest import make_manifest
 from quant_core.layout import join_metadata
 
 from .adapter import is_adapted, stored_tensors
-from .loaded import LoadedModel, recall
+from .loaded import LoadedModel, known_metadata, recall
 from .ops import MARKER
 from .weights import WITH_WEIGHT, original, own_names, patched, refuse_bypass, refuse_hooks
 
@@ -89,7 +90,7 @@ def save_model(
     layout |= {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in others.items()}
     manifest = _manifest(pieces, loaded)
     entries = join_metadata(
-        {"format": "pt", **(metadata or {})},
+        {"format": "pt", **known_metadata(model), **(metadata or {})},
         [(piece.method, piece.options, piece.metadata) for piece in pieces if piece.method],
         {n: entry for piece in pieces if not piece.method for n, entry in piece.layout.items()},
     )
@@ -145,6 +146,7 @@ def _named(model: ModelPatcher, clip: Any, vae: Any, dtypes: Mapping[str, torch.
     clip_names = None if clip is None else {**stand_ins["clip"], **clip.tokenizer.state_dict()}
     vae_names = None if vae is None else dict(stand_ins["vae"])
     final = model.model.state_dict_for_saving(dict(stand_ins["model"]), clip_names, vae_names)
+    final |= _sampling_marks(model)
     pieces: list[Piece] = []
     others: Tensors = {}
     for name, tensor in final.items():
@@ -160,6 +162,24 @@ def _named(model: ModelPatcher, clip: Any, vae: Any, dtypes: Mapping[str, torch.
     if origin:
         raise CheckpointError(f"ComfyUI has no name for {next(iter(origin.values()))[1]} in a checkpoint")
     return pieces, others
+
+
+def _sampling_marks(model: ModelPatcher) -> Tensors:
+    """Return the tensors by which ComfyUI's loaders know how a model of the SDXL kind was trained to predict.
+
+    Those that ComfyUI's saver adds, and those of Playground 2.5, which it leaves out.
+    """
+    if not isinstance(model.model, comfy.model_base.SDXL):
+        return {}
+    kind, sampling = model.model.model_type, model.get_model_object("model_sampling")
+    kinds = comfy.model_base.ModelType
+    if kind == kinds.V_PREDICTION and getattr(sampling, "zsnr", False):
+        return {"ztsnr": torch.tensor([])}
+    if kind == kinds.V_PREDICTION_EDM:
+        return {f"edm_vpred.{end}": torch.tensor(float(getattr(sampling, end))) for end in ("sigma_max", "sigma_min")}
+    if kind == kinds.EDM:
+        return {"edm_mean": torch.tensor([]), "edm_std": torch.tensor([])}
+    return {}
 
 
 # ------------------------------------------------------------------ pieces

@@ -29,6 +29,7 @@ from quant_core.checkpoint.reader import Checkpoint
 from quant_core.checkpoint.recognize import missing_markers
 from quant_core.layout import PLACEHOLDER
 
+from . import compat
 from .adapter import wrap
 from .ops import MARKER
 from .user_backends import register_user_backends
@@ -49,6 +50,7 @@ class Source:
         formats: how many layers the file holds in which format; empty for a float file.
         methods: how many layers are held by which method.
         again: layers, by their names in the file, that became float since no method holds their format.
+        file_names: of the tensors in the file.
     """
 
     path: str
@@ -57,6 +59,7 @@ class Source:
     formats: Counter[str] = field(default_factory=Counter)
     methods: Counter[str] = field(default_factory=Counter)
     again: set[str] = field(default_factory=set)
+    file_names: frozenset[str] = frozenset()
 
     @property
     def name(self) -> str:
@@ -92,7 +95,7 @@ def read_source(path: str) -> Source:
     if not isinstance(state_dict, dict):
         raise CheckpointError(f"{name} holds a {type(state_dict).__name__}, not named tensors: it is no model file")
     state_dict = {key: value for key, value in state_dict.items() if isinstance(value, torch.Tensor)}
-    source = Source(path, state_dict, metadata)
+    source = Source(path, state_dict, metadata, file_names=frozenset(state_dict))
     if name.lower().endswith(_SAFETENSORS):
         checkpoint = open_checkpoint(path)
         for layer in stored_layers(checkpoint).values():
@@ -145,7 +148,7 @@ def _take(source: Source, checkpoint: Checkpoint, layer: StoredLayer) -> None:
     source.formats[f"{layer.family} {layer.format}" if layer.family != "comfy" else layer.format] += 1
     if layer.method is not None:
         source.methods[layer.method] += 1
-    if layer.family == "comfy" and layer.format in QUANT_ALGOS:
+    if layer.family == "comfy" and compat.reads(layer.format, [key.rpartition(".")[2] for key in layer.keys]):
         return
     if layer.family in ("fp8_cast", "scaled_fp8") and len(layer.shape) == 2:
         if _mark_fp8(source, checkpoint, layer):
@@ -216,8 +219,5 @@ def _count_markers(source: Source) -> None:
         except (ValueError, TypeError, KeyError) as error:
             raise CheckpointError(f"{source.name}: {key} is not a JSON object that names a format: {error}") from error
         if form not in QUANT_ALGOS:
-            raise CheckpointError(
-                f"{source.name}: {key} names the format {form!r}, which this ComfyUI does not know "
-                f"(it knows {', '.join(QUANT_ALGOS)}); a newer ComfyUI may"
-            )
+            raise CheckpointError(f"{source.name}: {key} names the format {form!r}, {compat.missing_format(form)}.")
         source.formats[form] += 1

@@ -112,3 +112,60 @@ def test_an_interrupt_leaves_nothing(online, save, tmp_path, comfy_idle):
     with pytest.raises(comfy_idle.InterruptProcessingException):
         save(tmp_path / "cancelled.safetensors", patcher)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("way", ["float", "quantized", "dequantized"])
+def test_what_the_file_says_of_the_model_is_kept(way, save, pack, make_tiny, stock_load, tmp_path, comfy_idle):
+    """ComfyUI builds LTXV by an entry of the metadata; without it the same weights are another model."""
+    import comfy.sd
+    import torch
+
+    from quant_core import QuantizeConfig
+
+    rebuilding = importlib.import_module(pack.load.__module__.rpartition(".")[0] + ".rebuilding")
+    path = make_tiny.write("ltxv", tmp_path / "ltxv.safetensors")
+    with torch.inference_mode():
+        model = comfy.sd.load_diffusion_model(str(path))
+        if way != "float":
+            model = rebuilding.quantize_model(model, QuantizeConfig(method="comfy_kitchen_fp8_w8a8"))
+        if way == "dequantized":
+            model = rebuilding.dequantize_model(model)
+        expected = make_tiny.sample(model, "ltxv")
+        save(tmp_path / "saved.safetensors", model, metadata={"workflow": "{}"})
+        assert torch.equal(make_tiny.sample(stock_load(tmp_path / "saved.safetensors"), "ltxv"), expected)
+
+
+@pytest.mark.parametrize(
+    "marks",
+    [set(), {"v_pred"}, {"v_pred", "ztsnr"}, {"edm_vpred.sigma_max", "edm_vpred.sigma_min"}, {"edm_mean", "edm_std"}],
+)
+def test_how_an_sdxl_model_predicts_is_kept(marks, save, pack, tmp_path):
+    """ComfyUI knows by these tensors, and would sample noise without them."""
+    import comfy.model_patcher
+    import comfy.supported_models
+    import safetensors.torch
+    import torch
+
+    config = comfy.supported_models.SDXL
+    unet = {**config.unet_config, "image_size": 32, "in_channels": 4, "out_channels": 4, "model_channels": 32}
+    unet |= {"num_res_blocks": [1, 1, 1], "channel_mult": [1, 1, 1], "num_head_channels": 32, "context_dim": 16}
+    unet |= {"transformer_depth": [0, 1, 0], "transformer_depth_output": [0, 0, 1, 1, 0, 0], "adm_in_channels": 8}
+    unet |= {
+        "transformer_depth_middle": 1,
+        "num_classes": "sequential",
+        "use_spatial_transformer": True,
+        "legacy": False,
+    }
+    given = {name: torch.tensor(7.5) for name in marks}
+    cpu = torch.device("cpu")
+    model = config(unet).get_model(given, "", device=cpu)
+    patcher = comfy.model_patcher.ModelPatcher(model, cpu, cpu)
+    save(tmp_path / "model.safetensors", patcher)
+    saved = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    again = config(unet)
+    assert again.model_type(saved) == model.model_type
+    assert again.sampling_settings == pytest.approx(model.model_config.sampling_settings)
+    assert marks <= set(saved)
+    # In a full checkpoint they lie beside the diffusion model, whose names have a prefix.
+    whole = {key if key in marks else f"model.diffusion_model.{key}": tensor for key, tensor in saved.items()}
+    assert set(pack.detection.unwrap(whole, None)) == set(saved)
