@@ -52,7 +52,7 @@ class LoadLoraQuantized(io.ComfyNode):
                     optional=True,
                     tooltip=(
                         "auto: beside the weights in layers of about 4 bits, into the weights elsewhere. bypass: "
-                        "beside the weights wherever that is possible; a little slower, and more exact in 8 bits too. "
+                        "beside the weights wherever that is possible; slower, and more exact in 8 bits too. "
                         "patch (requantize): into the weights, which are quantized again; that about doubles the "
                         "error (nvfp4 8 -> 16 %, convrot int4 14 -> 21 %, fp8 2.2 -> 4.2 %, int8 0.8 -> 1.2 %)."
                     ),

@@ -2,7 +2,8 @@
 
 A layer's output becomes ``f(x) + strength * up(down(x))``: the weight is not touched, so nothing is rounded a second
 time. ComfyUI's injections switch that on when it loads the model and off when it unloads it; this is a forward hook on
-each layer, so that any number of LoRAs lie beside one layer and go in any order.
+each layer, so that any number of LoRAs lie beside one layer and go in any order. Layers of ComfyUI's own int8 format,
+which it may compute without calling them, get the difference added to their dequantized weight at every forward.
 """
 
 from __future__ import annotations
@@ -55,6 +56,16 @@ class Part:
     def change(self, x: torch.Tensor, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         raise NotImplementedError
 
+    def add_to(self, weight: torch.Tensor, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return a float weight ``[rows, columns]`` with the difference added to it, in place."""
+        difference = self.difference(tensors)
+        (weight if self.offset is None else weight.narrow(*self.offset)).add_(difference.to(weight.dtype))
+        return weight
+
+    def difference(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the difference of the weight, or of its part, that makes the change."""
+        raise NotImplementedError
+
 
 class _LowRank(Part):
     """``down`` ``[rank, columns]`` and ``up`` ``[rows, rank]``."""
@@ -63,6 +74,10 @@ class _LowRank(Part):
         down, up = tensors
         return functional.linear(functional.linear(x, down) * self.scale, up)
 
+    def difference(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        down, up = tensors
+        return up @ (down * self.scale)
+
 
 class _Dense(Part):
     """The whole difference ``[rows, columns]``."""
@@ -70,13 +85,19 @@ class _Dense(Part):
     def change(self, x: torch.Tensor, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         return functional.linear(x, tensors[0]) * self.scale
 
+    def difference(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        return tensors[0] * self.scale
+
 
 class _Hadamard(Part):
     """LoHa: ``(a1 @ b1) * (a2 @ b2)``."""
 
     def change(self, x: torch.Tensor, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        return functional.linear(x, self.difference(tensors))
+
+    def difference(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         a1, b1, a2, b2 = tensors
-        return functional.linear(x, (a1 @ b1) * (a2 @ b2)) * self.scale
+        return (a1 @ b1) * (a2 @ b2) * self.scale
 
 
 class _Kronecker(Part):
@@ -88,6 +109,10 @@ class _Kronecker(Part):
         for factor in reversed(inner):
             blocks = functional.linear(blocks, factor)
         return (outer @ blocks).flatten(-2) * self.scale
+
+    def difference(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        outer, *inner = tensors
+        return torch.kron(outer, inner[0] if len(inner) == 1 else inner[0] @ inner[1]) * self.scale
 
 
 def _own(tensor: torch.Tensor) -> torch.Tensor:
@@ -166,15 +191,30 @@ def joined(parts: Iterable[Part]) -> list[Part]:
     return rest
 
 
-class _Hook:
-    """The forward hook of one layer, with its tensors where the model runs."""
+class _Beside:
+    """What lies beside one layer, with its tensors where the model runs; its forward hook, or its weight function."""
 
-    def __init__(self, parts: Sequence[Part], device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, module: torch.nn.Module, parts: Sequence[Part], device: torch.device, dtype: torch.dtype):
+        self._module = module
         self._parts = parts
         with torch.inference_mode(False):
             self._tensors = [[tensor.to(device, dtype) for tensor in part.tensors] for part in parts]
+        self._handle = None
+        if _may_be_fused(module.weight):
+            module.weight_function = [*module.weight_function, self._change_weight]
+        else:
+            self._handle = module.register_forward_hook(self._change_output, with_kwargs=True)
 
-    def __call__(self, module: torch.nn.Module, args: tuple, kwargs: Mapping[str, Any], output: Any) -> torch.Tensor:
+    def remove(self) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+            return
+        # ComfyUI empties the list, too, when it loads or unloads the model.
+        self._module.weight_function = [f for f in self._module.weight_function if f != self._change_weight]
+
+    def _change_output(
+        self, module: torch.nn.Module, args: tuple, kwargs: Mapping[str, Any], output: Any
+    ) -> torch.Tensor:
         x = args[0] if args else kwargs["input"]
         if isinstance(x, QuantizedTensor):
             x = x.dequantize()
@@ -182,6 +222,20 @@ class _Hook:
             change = part(x, [tensor.to(x.device, x.dtype) for tensor in tensors])
             output = output + change.to(output.dtype)
         return output
+
+    def _change_weight(self, weight: torch.Tensor) -> torch.Tensor:
+        for part, tensors in zip(self._parts, self._tensors, strict=True):
+            weight = part.add_to(weight, [tensor.to(weight.device) for tensor in tensors])
+        return weight
+
+
+def _may_be_fused(weight: Any) -> bool:
+    """Whether ComfyUI may compute a layer without calling it, so that a hook would never run.
+
+    It joins the activation of many MLPs with the int8 layer after it. With a weight function that layer multiplies by
+    the dequantized weight, which ComfyUI then hands over as a copy of its own.
+    """
+    return isinstance(weight, QuantizedTensor) and weight._layout_cls == "TensorWiseINT8Layout"
 
 
 _ACTIVE: WeakKeyDictionary[torch.nn.Module, dict[BypassLora, list[Any]]] = WeakKeyDictionary()
@@ -222,7 +276,7 @@ class BypassLora:
         dtype = getattr(patcher.model, "manual_cast_dtype", None) or module.weight.dtype
         if dtype not in (torch.float32, torch.bfloat16, torch.float16):  # stored in 8 bits, computed in the input's
             dtype = torch.float32
-        return module.register_forward_hook(_Hook(parts, patcher.load_device, dtype), with_kwargs=True)
+        return _Beside(module, parts, patcher.load_device, dtype)
 
 
 def _remove(active: dict[BypassLora, list[Any]], lora: BypassLora) -> None:

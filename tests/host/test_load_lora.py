@@ -314,18 +314,20 @@ def test_a_copy_of_a_loaded_model_leaves_nothing_in_it(online, loras, ours, flux
     assert torch.equal(flux_output(first), expected)
 
 
-def test_gradients_pass_through(pack, tiny_flux, loras, ours, comfy_idle):
+@pytest.mark.parametrize("method", [INT8, NVFP4])
+def test_gradients_pass_through(method, pack, tiny_flux, loras, ours, comfy_idle):
     """The LoRA is read in inference mode, as in a workflow, and training has that switched off."""
     import torch
 
     from quant_core import QuantizeConfig
 
-    added = ours(pack.load(str(tiny_flux), QuantizeConfig(method=INT8)), (loras[0], 1.0))
+    added = ours(pack.load(str(tiny_flux), QuantizeConfig(method=method)), (loras[0], 1.0))
     comfy_idle.load_models_gpu([added])
     layer = added.model.diffusion_model.single_blocks[0].linear1
     x = torch.randn(4, 256, requires_grad=True)
     layer(x).sum().backward()
-    (beside,) = layer._forward_hooks.values()
+    (function,) = [*layer._forward_hooks.values(), *layer.weight_function]
+    beside = function.__self__
     (down, up), scale = beside._tensors[0], beside._parts[0].scale
     dense = layer.weight.dequantize().double() + scale * up.double() @ down.double()
     assert torch.allclose(x.grad.double(), dense.sum(0).expand(4, -1), rtol=1e-4, atol=1e-3)
