@@ -16,6 +16,14 @@ HOW_TO = (
     "set COMFYUI_PATH to the folder of ComfyUI that holds main.py, and COMFYUI_PYTHON to its Python if that is "
     "not in a venv beside it"
 )
+OLDER = "0.18.5"
+"""The oldest ComfyUI that the pack is tested with."""
+
+OLDER_HOW_TO = (
+    f"get its tag v{OLDER} (git clone --branch v{OLDER} https://github.com/comfyanonymous/ComfyUI), install its "
+    "requirements.txt into a venv, and set COMFYUI_OLDER_PATH to its folder and COMFYUI_OLDER_PYTHON to that venv's "
+    "Python"
+)
 
 
 @dataclass(frozen=True)
@@ -43,41 +51,57 @@ def find_comfyui(root: Path, environ: Mapping[str, str] = os.environ, home: Path
     folder = _find_folder(root, environ, home or Path.home())
     if folder is None:
         return None
-    python = _find_python(folder, environ)
-    if python is None:
-        raise DevError(f"no Python was found for the ComfyUI in {folder}: set COMFYUI_PYTHON to the one that runs it")
-    return ComfyUI(folder, python)
+    return ComfyUI(folder, _find_python(folder, environ, "COMFYUI_PYTHON"))
+
+
+def find_older_comfyui(environ: Mapping[str, str] = os.environ, home: Path | None = None) -> ComfyUI | None:
+    """Return the older ComfyUI that some host tests run in as well, None when there is none.
+
+    Looks at ``COMFYUI_OLDER_PATH``, then ``~/comfy/ComfyUI-<version>``. Its Python is ``COMFYUI_OLDER_PYTHON`` or one
+    that lies with it; ``venv-<version>`` beside it comes first.
+
+    Raises:
+        DevError: as :func:`find_comfyui`.
+    """
+    folder = _named_folder(environ, "COMFYUI_OLDER_PATH") or (home or Path.home()) / "comfy" / f"ComfyUI-{OLDER}"
+    if not is_comfyui(folder):
+        return None
+    return ComfyUI(folder, _find_python(folder, environ, "COMFYUI_OLDER_PYTHON"))
+
+
+def _named_folder(environ: Mapping[str, str], variable: str) -> Path | None:
+    named = environ.get(variable)
+    if not named:
+        return None
+    folder = Path(named).expanduser().absolute()
+    if not is_comfyui(folder):
+        raise DevError(f"{variable} is {folder}, which is not a ComfyUI: main.py, nodes.py and comfy/ belong there")
+    return folder
 
 
 def _find_folder(root: Path, environ: Mapping[str, str], home: Path) -> Path | None:
-    if named := environ.get("COMFYUI_PATH"):
-        folder = Path(named).expanduser().absolute()
-        if not is_comfyui(folder):
-            raise DevError(
-                f"COMFYUI_PATH is {folder}, which is not a ComfyUI: main.py, nodes.py and comfy/ belong there"
-            )
-        return folder
+    if named := _named_folder(environ, "COMFYUI_PATH"):
+        return named
     above = [path.parent.parent for path in (root, root.resolve()) if path.parent.name == "custom_nodes"]
     return next((f for f in (*above, home / "comfy" / "ComfyUI", home / "ComfyUI") if is_comfyui(f)), None)
 
 
-def _find_python(folder: Path, environ: Mapping[str, str]) -> Path | None:
-    if named := environ.get("COMFYUI_PYTHON"):
+def _find_python(folder: Path, environ: Mapping[str, str], variable: str) -> Path:
+    if named := environ.get(variable):
         python = Path(named).expanduser().absolute()
         if not python.is_file():
-            raise DevError(f"COMFYUI_PYTHON is {python}, which does not exist")
+            raise DevError(f"{variable} is {python}, which does not exist")
         return python
-    for place in (folder, folder.parent):
-        # python_embeded is how ComfyUI's portable build for Windows spells it.
-        candidates = [
-            venv_python(place / "venv"),
-            venv_python(place / ".venv"),
-            place / "python_embeded" / "python.exe",
-        ]
-        for python in candidates:
-            if python.is_file():
-                return python
-    return None
+    above = folder.parent
+    # Where several lie side by side, ComfyUI-1.2.3 has venv-1.2.3.
+    venvs = (folder / "venv", folder / ".venv", above / f"venv{folder.name.removeprefix('ComfyUI')}")
+    candidates = [venv_python(venv) for venv in (*venvs, above / "venv", above / ".venv")]
+    # ComfyUI's portable build for Windows spells it so.
+    candidates += [place / "python_embeded" / "python.exe" for place in (folder, above)]
+    for python in candidates:
+        if python.is_file():
+            return python
+    raise DevError(f"no Python was found for the ComfyUI in {folder}: set {variable} to the one that runs it")
 
 
 def pack_link(folder: Path, root: Path) -> Path | None:

@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .comfyui import HOW_TO, ComfyUI, find_comfyui
+from .comfyui import HOW_TO, ComfyUI, find_comfyui, find_older_comfyui
 from .environment import ROOT, Environment, read_requirements
 from .process import DevError, capture, run
 
@@ -92,8 +92,12 @@ def extras_for(comfyui: ComfyUI, environment: Environment, root: Path) -> str:
     """
     groups = read_requirements((root / "requirements-dev.txt").read_text(encoding="utf-8"))
     pytest = [line for line in groups["required"] if line.startswith("pytest==")]
-    # exceptiongroup and tomli: pytest needs them below Python 3.11, which the ComfyUI may have and .venv not.
-    wanted = {"pytest": ("host-pytest", [*pytest, "exceptiongroup", "tomli"], [])}
+    xdist = [line for line in groups["required"] if line.startswith("pytest-xdist==")]
+    wanted = {
+        # exceptiongroup and tomli: pytest needs them below Python 3.11, which the ComfyUI may have and .venv not.
+        "pytest": ("host-pytest", [*pytest, "exceptiongroup", "tomli"], []),
+        "xdist": ("host-xdist", [*xdist, "execnet"], ["--no-deps"]),
+    }
     for requirement in groups["backends"]:
         library = requirement.partition("==")[0]
         if library not in ("comfy-kitchen", *environment.missing):  # a ComfyUI brings the comfy-kitchen that it runs
@@ -127,15 +131,22 @@ def parallel(options: list[str], paths: list[str]) -> tuple[list[str], dict[str,
 
 
 def _host_tests(environment: Environment, paths: list[str], options: list[str], root: Path) -> Report:
+    workers, env = parallel(options, paths)
+    if workers:
+        workers += ["--dist", "loadgroup"]  # tests/host/conftest.py says which tests share what they load
     selection = [*options, *(paths or [str(root / "tests" / "host")])]
     comfyui = find_comfyui(root)
     if comfyui is None:
         return _count_host_tests(environment, selection, root)
     print(f"\ndev.py: host tests in {comfyui.folder} with {comfyui.python}", flush=True)
     extra = extras_for(comfyui, environment, root)
-    env = {"COMFYUI_PATH": str(comfyui.folder), "COMFYUI_PYTHON": str(comfyui.python), "PYTHONNOUSERSITE": "1"}
+    env |= {"COMFYUI_PATH": str(comfyui.folder), "COMFYUI_PYTHON": str(comfyui.python), "PYTHONNOUSERSITE": "1"}
     env["QUANTCORE_MISSING_BACKENDS"] = ",".join(environment.missing)
-    return _pytest(comfyui.python, extra, selection, root, env)
+    older = find_older_comfyui()
+    if older is not None:  # tests/host/test_older_host.py runs some of the tests there too
+        env |= {"COMFYUI_OLDER_PATH": str(older.folder), "COMFYUI_OLDER_PYTHON": str(older.python)}
+        env["QUANTCORE_OLDER_EXTRAS"] = extras_for(older, environment, root)
+    return _pytest(comfyui.python, extra, [*workers, *selection], root, env)
 
 
 def _count_host_tests(environment: Environment, selection: list[str], root: Path) -> Report:

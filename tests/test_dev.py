@@ -242,6 +242,19 @@ def test_finder_knows_the_portable_build(tools, tmp_path):
     assert found.python == python
 
 
+def test_finder_of_the_older_comfyui(tools, tmp_path):
+    comfyui = tools["comfyui"]
+    find, name = comfyui.find_older_comfyui, comfyui.OLDER
+    assert find({}, tmp_path) is None
+    beside = make_comfyui(tmp_path / "comfy" / f"ComfyUI-{name}", tmp_path / "comfy" / "venv")
+    assert find({}, tmp_path).python == beside
+    own = make_comfyui(tmp_path / "elsewhere" / "ComfyUI-1", tmp_path / "elsewhere" / "venv-1")
+    found = find({"COMFYUI_OLDER_PATH": str(tmp_path / "elsewhere" / "ComfyUI-1")}, tmp_path)
+    assert (found.folder, found.python) == (tmp_path / "elsewhere" / "ComfyUI-1", own)
+    with pytest.raises(tools["process"].DevError, match=r"COMFYUI_OLDER_PATH.*main\.py"):
+        find({"COMFYUI_OLDER_PATH": str(tmp_path)}, tmp_path)
+
+
 def test_finder_refuses_wrong_variables(tools, tmp_path):
     find, error = tools["comfyui"].find_comfyui, tools["process"].DevError
     with pytest.raises(error, match=r"COMFYUI_PATH.*main\.py"):

@@ -27,6 +27,17 @@ def load_module(name: str, path: Path, package: Path | None = None) -> ModuleTyp
     return module
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where several processes run the tests, those that share models or a server stay in one."""
+    for item in items:
+        group = item.path.stem
+        if group == "test_matrix":  # much of the time: by architecture
+            group += item.name.partition("[")[2].partition("-")[0]
+        elif group == "test_training":
+            group += item.name.partition("[")[0]
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
 @pytest.fixture(scope="session")
 def make_tiny() -> ModuleType:
     if "COMFYUI_PATH" not in os.environ:
