@@ -33,7 +33,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         group = item.path.stem
         if group == "test_matrix":  # much of the time: by architecture
             group += item.name.partition("[")[2].partition("-")[0]
-        elif group == "test_training":
+        elif group in ("test_other_nodes", "test_training"):
             group += item.name.partition("[")[0]
         item.add_marker(pytest.mark.xdist_group(group))
 

@@ -276,13 +276,27 @@ def random_like(tensor, generator):
     return torch.empty(tensor.shape).normal_(0.0, scale, generator=generator).to(tensor.dtype)
 
 
-def state_dict(name: str, seed: int = 0) -> dict:
-    """The tensors of a tiny model, named as ComfyUI names them. ComfyUI must be importable."""
+ONE_BLOCK: dict[str, dict[str, Any]] = {
+    "flux": {"depth_single_blocks": 1},
+    "flux2": {},
+    "wan": {"num_layers": 1, "ffn_dim": 256},
+}
+"""Changes of a configuration that leave one block of each kind, for what takes long on each."""
+
+
+def state_dict(name: str, seed: int = 0, changes: dict[str, Any] | None = None) -> dict:
+    """The tensors of a tiny model, named as ComfyUI names them. ComfyUI must be importable.
+
+    Args:
+        name: of the configuration.
+        seed: of the random weights.
+        changes: of the configuration, such as those in ``ONE_BLOCK``.
+    """
     import comfy.supported_models
     import torch
 
     tiny = CONFIGS[name]
-    config = getattr(comfy.supported_models, tiny.model_class)(dict(tiny.unet_config))
+    config = getattr(comfy.supported_models, tiny.model_class)({**tiny.unet_config, **(changes or {})})
     config.set_inference_dtype(getattr(torch, tiny.dtype), None)
     model = config.get_model({}, "", device=torch.device("meta"))
     generator = torch.Generator().manual_seed(seed)
@@ -298,12 +312,12 @@ def state_dict(name: str, seed: int = 0) -> dict:
     return tensors
 
 
-def write(name: str, path: Path, seed: int = 0, prefix: str = "") -> Path:
-    """Write a tiny model to ``path``, its keys starting with ``prefix``."""
+def write(name: str, path: Path, seed: int = 0, prefix: str = "", changes: dict[str, Any] | None = None) -> Path:
+    """Write a tiny model to ``path``, its keys starting with ``prefix``; the rest as in :func:`state_dict`."""
     import safetensors.torch
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    tensors = {prefix + key: value.contiguous() for key, value in state_dict(name, seed).items()}
+    tensors = {prefix + key: value.contiguous() for key, value in state_dict(name, seed, changes).items()}
     metadata = {"format": "pt"}
     if CONFIGS[name].transformer is not None:
         metadata["config"] = json.dumps({"transformer": CONFIGS[name].transformer})
