@@ -24,6 +24,8 @@ from quant_core import QuantBackend
 from quant_core.layer import quantize_layer
 from quant_core.layout import PLACEHOLDER, Formats, StoredForm
 
+from .compat import requantized
+
 LAYOUT = "QuantCoreAdapterLayout"
 """Layout names are shared by all packs of a ComfyUI, so ours has a prefix."""
 
@@ -219,7 +221,14 @@ class QuantCoreAdapterLayout(QuantizedLayout):
         dtype: torch.dtype | None = None,
         **_: Any,
     ) -> tuple[torch.Tensor, AdapterParams]:
-        """Quantize as the backend does; its own rounding and scales apply, whatever ComfyUI asks for."""
+        """Quantize as the backend does; its own rounding and scales apply, whatever ComfyUI asks for.
+
+        Raises:
+            LookupError: there is no ``method``, and :func:`.compat.requantizing` is not in force.
+        """
+        if not method:
+            spec: LayerSpec = requantized()
+            method, options, dtype = spec.method, spec.options, spec.dtype
         made = quantize(tensor.to(dtype or tensor.dtype), method, json.loads(options)).to(dtype=tensor.dtype)
         return made._qdata, made._params
 

@@ -8,6 +8,7 @@ arrives in the adapter's layout, and this Linear takes it.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ import torch
 from comfy.quant_ops import QuantizedTensor
 
 from .adapter import FIELD_PREFIX, LAYOUT, is_adapted, linear
+from .compat import requantizing
 
 if TYPE_CHECKING:
     from .quantizer import LayerQuantizer
@@ -156,6 +158,16 @@ def _adapted_linear(steady_linear: type) -> type:
             if not is_adapted(self.weight):
                 return super().forward(input, *args, **kwargs)
             comfy.ops.run_every_op()
+            if getattr(self, "weight_lowvram_function", None) is None:
+                return self._forward_adapted(input)
+            with requantizing(self.weight._params.spec):
+                return self._forward_adapted(input)
+
+        def set_weight(self, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor | None:
+            with requantizing(self.weight._params.spec) if is_adapted(self.weight) else contextlib.nullcontext():
+                return super().set_weight(weight, *args, **kwargs)
+
+        def _forward_adapted(self, input: torch.Tensor) -> torch.Tensor:
             patched = self.weight_function or self.bias_function
             if patched or getattr(self, "comfy_force_cast_weights", False):
                 # A LoRA that is applied on the fly needs the weight in float.
