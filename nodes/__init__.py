@@ -15,6 +15,7 @@ from .dequantize_model import DequantizeModel  # noqa: E402
 from .list_methods import ListMethods  # noqa: E402
 from .load_diffusion_model import LoadDiffusionModelQuantized  # noqa: E402
 from .load_lora import LoadLoraQuantized  # noqa: E402
+from .load_text_encoder import LoadTextEncoderQuantized  # noqa: E402
 from .lora_to_bake import LoraToBake  # noqa: E402
 from .mixed_quantization import MixedQuantization  # noqa: E402
 from .quantization_method import QuantizationMethod  # noqa: E402
@@ -25,6 +26,7 @@ from .save_checkpoint import SaveQuantizedCheckpoint  # noqa: E402
 
 NODES: list[type[io.ComfyNode]] = [
     LoadDiffusionModelQuantized,
+    LoadTextEncoderQuantized,
     LoraToBake,
     LoadLoraQuantized,
     QuantizeModel,
