@@ -30,8 +30,8 @@ from .text_encoder_files import TextEncoderFile, choose, describe, read_file, th
 logger = logging.getLogger("quant_core")
 
 # An encoder that is not made for what it is given fails in its own way.
-_LONGEST = 300  # characters of such an error that a message repeats
 _MISFITS = (RuntimeError, KeyError, AttributeError, TypeError, ValueError, IndexError)
+_LONGEST = 300  # characters of such an error that a message repeats
 
 
 @dataclass(frozen=True)
