@@ -15,6 +15,7 @@ from .environment import ROOT, Environment, read_requirements
 from .process import DevError, capture, run
 
 RUNNER = Path(__file__).with_name("run_pytest.py")
+WORKER_SITE = Path(__file__).with_name("worker_site")
 NOTHING_COLLECTED = 5
 ONE_PROCESS = {"-n", "-s", "--capture=no", "--pdb", "--trace", "--collect-only", "--co"}
 
@@ -146,6 +147,8 @@ def _host_tests(environment: Environment, paths: list[str], options: list[str], 
     if older is not None:  # tests/host/test_older_host.py runs some of the tests there too
         env |= {"COMFYUI_OLDER_PATH": str(older.folder), "COMFYUI_OLDER_PYTHON": str(older.python)}
         env["QUANTCORE_OLDER_EXTRAS"] = extras_for(older, environment, root)
+    if workers:
+        env |= {"PYTHONPATH": str(WORKER_SITE), "QUANTCORE_EXTRA_PATH": extra}
     return _pytest(comfyui.python, extra, [*workers, *selection], root, env)
 
 

@@ -104,7 +104,8 @@ def test_in_the_older_comfyui(selection, older, tmp_path):
     command += [f"--rootdir={ROOT}", f"--junitxml={report}", *node_ids(selection)]
     environment = {**os.environ, "COMFYUI_PATH": str(older.folder), "COMFYUI_PYTHON": str(older.python)}
     environment |= {"PYTHONNOUSERSITE": "1"}
-    environment = {key: value for key, value in environment.items() if not key.startswith("PYTEST_")}
+    ours = ("PYTEST_", "PYTHONPATH", "QUANTCORE_EXTRA_PATH")  # of the process that runs this test
+    environment = {key: value for key, value in environment.items() if not key.startswith(ours)}
     result = subprocess.run(
         [str(part) for part in command],
         cwd=ROOT,
