@@ -46,4 +46,4 @@ class QuantizationPreset(io.ComfyNode):
     @classmethod
     def execute(cls, policy: str, hardware: str = THIS_MACHINE) -> io.NodeOutput:
         recipe = preset(policy, None if hardware == THIS_MACHINE else hardware)
-        return io.NodeOutput(recipe, recipe.method)
+        return io.NodeOutput(recipe, recipe.recipe_method)

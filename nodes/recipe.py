@@ -56,8 +56,14 @@ def mix(recipes: Sequence[Recipe]) -> MixedQuantizeConfig:
     A part without target layers takes the layers that no other part targets, so that none is named twice.
 
     Raises:
-        ValueError: several parts have no target layers, so that each would take every layer.
+        ValueError: several parts have no target layers, so that each would take every layer, or one is a preset.
     """
+    preset = next((recipe for recipe in recipes if recipe.depends_on_model), None)
+    if preset is not None:
+        raise ValueError(
+            f"{preset.recipe_method} chooses a method for every layer and cannot be mixed; connect it to the loader "
+            "alone"
+        )
     parts = [part for recipe in recipes for part in recipe.parts()]
     rest = [part for part in parts if part.target_modules is None]
     if len(rest) > 1:

@@ -228,7 +228,9 @@ def _file_recipe(plan: Plan, stored: Mapping[str, StoredLayer]) -> tuple[dict[st
     layers: list[list[str]] = [[] for _ in parts]
     others: dict[tuple[str, str], list[str]] = {}
     for row in plan.quantized:
-        index = next((i for i, part in enumerate(parts) if part.matches(row.layer) and _follows(row, part)), None)
+        matching = (i for i, part in enumerate(parts) if part.matches(row.layer) and _follows(row, part))
+        # A recipe that depends on the model would choose anew whenever the file is read.
+        index = None if recipe.depends_on_model else next(matching, None)
         if index is None:
             options = json.dumps(row.options, sort_keys=True)
             others.setdefault((row.method, options), []).append(row.layer)

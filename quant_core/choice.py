@@ -11,7 +11,7 @@ from .checkpoint.header import TensorInfo
 from .config import QuantizeConfig, Recipe
 from .constraints import violations
 from .selection import Decision, Reason, choose_layers, layer_weights, read_by_detection
-from .sites import FLOAT_WEIGHTS, name_matches
+from .sites import FLOAT_WEIGHTS, name_endings, name_matches
 
 Shape = tuple[int, ...]
 
@@ -94,9 +94,10 @@ def choose_weights(
 
 
 def _check_entries(part: QuantizeConfig, weights: Mapping[str, Weight]) -> None:
+    matched = {ending for layer in weights for ending in name_endings(layer)}
     for title, entries in (("target", part.target_modules), ("exclude", part.exclude_modules)):
         for entry in entries or ():
-            if not any(name_matches(layer, [entry]) for layer in weights):
+            if entry not in matched:
                 raise ValueError(
                     f"{title} {entry!r} matches no weight of the file; an entry is a layer name or its end"
                 )
@@ -116,6 +117,8 @@ def _choose(
             "exclude it from all but one with exclude_modules"
         )
     if not claims:
+        if structure.why is Reason.PRESET:
+            return Choice(structure)
         if any(name_matches(layer, p.exclude_modules or ()) for p in parts):
             return Choice(Decision(False, Reason.EXCLUDED))
         if all(p.target_modules is not None for p in parts):

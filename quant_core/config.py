@@ -7,7 +7,7 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import nn
@@ -17,6 +17,10 @@ from .backend import BackendConfig, QuantBackend
 from .errors import CheckpointError
 from .registry import make_backend
 from .sites import LinearSite, find_sites, name_matches, select_sites
+
+if TYPE_CHECKING:
+    from .choice import Weight
+    from .selection import Decision
 
 logger = logging.getLogger("quant_core")
 
@@ -29,6 +33,24 @@ class Recipe:
     """What both configs can do. A recipe is a list of parts, each a :class:`QuantizeConfig` with its own layers."""
 
     load_prequantized: bool
+    depends_on_model = False
+    """Whether :meth:`for_model` makes another recipe of this one for each model."""
+
+    def for_model(
+        self,
+        weights: Mapping[str, Weight],
+        by_structure: Mapping[str, Decision],
+        halves_width: Callable[[QuantizeConfig], bool],
+    ) -> tuple[Recipe, Mapping[str, Decision], str]:
+        """Return the recipe for one model, what is decided about the layers that it leaves, and a note for the user.
+
+        Args:
+            weights, by_structure, halves_width: see :func:`quant_core.choice.choose_weights`.
+
+        Raises:
+            ValueError: it finds nothing to quantize.
+        """
+        return self, by_structure, ""
 
     def parts(self) -> list[QuantizeConfig]:
         """Return the single-method configs that this recipe consists of."""
@@ -379,7 +401,7 @@ def recipe_from_dict(data: Mapping[str, Any], load_prequantized: bool | None = N
     """Build the recipe that :meth:`Recipe.to_dict` wrote.
 
     Args:
-        data: ``{"method": ..., ...}`` or ``{"configs": [...]}``.
+        data: ``{"method": ..., ...}``, ``{"configs": [...]}`` or ``{"preset": ..., "target": ...}``.
         load_prequantized: overrides what ``data`` says, if given.
 
     Raises:
@@ -390,6 +412,8 @@ def recipe_from_dict(data: Mapping[str, Any], load_prequantized: bool | None = N
     data = dict(data)
     if load_prequantized is not None:
         data["load_prequantized"] = load_prequantized
+    if "preset" in data:
+        return _preset_from_dict(data)
     if "configs" in data:
         unknown = set(data) - {"configs", "load_prequantized"}
         parts = data["configs"]
@@ -398,6 +422,15 @@ def recipe_from_dict(data: Mapping[str, Any], load_prequantized: bool | None = N
         parts = [QuantizeConfig(**_recipe_fields(part)) for part in parts]
         return MixedQuantizeConfig(configs=parts, load_prequantized=bool(data.get("load_prequantized", False)))
     return QuantizeConfig(**_recipe_fields(data))
+
+
+def _preset_from_dict(data: Mapping[str, Any]) -> Recipe:
+    from .presets import PresetRecipe
+
+    unknown = set(data) - {"preset", "target", "load_prequantized"}
+    if unknown:
+        raise ValueError(f"a preset's recipe holds 'preset' and 'target', found also {', '.join(sorted(unknown))}")
+    return PresetRecipe(data["preset"], data.get("target", "any"), bool(data.get("load_prequantized", False)))
 
 
 def _recipe_fields(data: Any) -> dict[str, Any]:

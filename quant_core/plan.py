@@ -18,7 +18,7 @@ from .selection import Decision, Reason, choose_layers, decide_layer
 if TYPE_CHECKING:
     import os
 
-    from .config import Recipe
+    from .config import QuantizeConfig, Recipe
 
 PLAN_VERSION = 1
 QUANTIZE, KEEP, DEQUANTIZE = "quantize", "keep", "dequantize"
@@ -290,12 +290,13 @@ def plan(
         if tensor.endswith(".weight"):
             weights[layer] = Weight(shape, dtype, owner is not None and not requantize and kept == KEEP)
     formats = Formats()
-    choices = choose_weights(
-        weights,
-        recipe,
-        _structure(weights, part, {} if part == "diffusion" else part_of(checkpoint)),
-        lambda config: formats.is_packed(config.method, _options(config)),
-    )
+    structure: Mapping[str, Decision] = _structure(weights, part, {} if part == "diffusion" else part_of(checkpoint))
+
+    def halves_width(config: QuantizeConfig) -> bool:
+        return formats.is_packed(config.method, _options(config))
+
+    chosen, structure, note = recipe.for_model(weights, structure, halves_width)
+    choices = choose_weights(weights, chosen, structure, halves_width)
     for layer, choice in choices.items():
         row = rows[f"{layer}.weight"]
         row.reason, row.detail = choice.decision.why, choice.decision.detail
@@ -305,6 +306,7 @@ def plan(
             row.options = {**_options(choice.part), **fallback}
     again = [layer for layer in stored.values() if rows[weight_name(layer)].decision == QUANTIZE]
     warnings = [f"{len(again)} layers are quantized already. {describe_cost(again)}"] if again else []
+    warnings += [note] if note else []
     result = Plan(
         str(source), identity_of(checkpoint), recipe.to_dict(), part, list(rows.values()), shard_size, warnings
     )

@@ -39,6 +39,7 @@ class Reason(str, Enum):
     FALLBACK = "quantized with a smaller group"
     EDITED = "edited in the plan"
     EXCLUDED = "excluded by rule"
+    PRESET = "kept in float by the preset"
     NOT_TARGETED = "not in the target list"
     NOT_A_WEIGHT = "not a weight"
     OTHER_PART = "not part of the diffusion model"

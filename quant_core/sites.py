@@ -21,7 +21,13 @@ FLOAT_WEIGHTS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 def name_matches(name: str, entries: Iterable[str]) -> bool:
     """The matching rule: the dotted ``name`` equals an entry, or ends with ``"." + entry``."""
-    return any(name == entry or name.endswith("." + entry) for entry in entries)
+    entries = entries if isinstance(entries, (set, frozenset)) else set(entries)
+    return not entries.isdisjoint(name_endings(name))
+
+
+def name_endings(name: str) -> list[str]:
+    """Return every entry that matches ``name``: itself, and what follows each of its dots."""
+    return [name, *(name[place + 1 :] for place, letter in enumerate(name) if letter == ".")]
 
 
 @dataclass

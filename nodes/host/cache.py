@@ -145,6 +145,6 @@ def _code_digest() -> str:
     """
     digest = hashlib.sha256()
     for folder in (Path(quant_core.__file__).parent, Path(__file__).parent):
-        for path in sorted(folder.rglob("*.py")):
+        for path in sorted(path for path in folder.rglob("*") if path.suffix in (".json", ".py", ".toml")):
             digest.update(path.relative_to(folder).as_posix().encode("utf-8") + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,8 @@ from quant_core.selection import choose_layers
 
 from . import adapter
 from .user_backends import register_user_backends
+
+logger = logging.getLogger("quant_core")
 
 Bake = Callable[[str, torch.Tensor], torch.Tensor]
 """Takes a layer's name and its float weight, and returns the weight with everything baked in, in the same dtype."""
@@ -87,9 +90,14 @@ def select(recipe: Recipe, tensors: Mapping[str, TensorInfo]) -> Selection:
         for name, info in tensors.items()
         if name.endswith(".weight")
     }
-    choices = choose_weights(
-        weights, recipe, choose_layers(shapes), lambda part: adapter.FORMATS.is_packed(part.method, options_of(part))
-    )
+
+    def halves_width(part: Any) -> bool:
+        return adapter.FORMATS.is_packed(part.method, options_of(part))
+
+    recipe, structure, note = recipe.for_model(weights, choose_layers(shapes), halves_width)
+    if note:
+        logger.warning("%s", note)
+    choices = choose_weights(weights, recipe, structure, halves_width)
     targets: dict[str, Target] = {}
     kept: dict[str, str] = {}
     for layer, choice in choices.items():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +27,7 @@ from quant_core.checkpoint import CheckpointWriter, FileHash
 from quant_core.checkpoint.formats.comfy import COMFY_FORMATS
 from quant_core.checkpoint.manifest import make_manifest
 from quant_core.layout import join_metadata
+from quant_core.output import check_space
 
 from .adapter import is_adapted, stored_tensors
 from .loaded import LoadedModel, known_metadata, recall
@@ -80,6 +82,7 @@ def save_model(
 
     Raises:
         CheckpointError: the model has weights that a file cannot hold; the message names the layer.
+        OSError: the file cannot be written, or the disk is too full for it.
     """
     refuse_hooks(model, "saved")
     refuse_bypass(model, "saved")
@@ -94,6 +97,7 @@ def save_model(
         [(piece.method, piece.options, piece.metadata) for piece in pieces if piece.method],
         {n: entry for piece in pieces if not piece.method for n, entry in piece.layout.items()},
     )
+    check_space(Path(path), sum(math.prod(shape) * dtype.itemsize for dtype, shape in layout.values()))
     progress = comfy.utils.ProgressBar(len(pieces))
     with CheckpointWriter(path, layout, entries, manifest) as writer:
         for piece in pieces:
@@ -235,8 +239,8 @@ def _manifest(pieces: list[Piece], loaded: LoadedModel | None) -> dict[str, Any]
         return None
     source = None if loaded is None else {"name": loaded.source}
     weights = {piece.name: (piece.method, piece.shape, piece.dtype) for piece in quantized}
-    if loaded is not None and loaded.recipe is not None:
-        recipe = recipe_from_dict(loaded.recipe)
+    recipe = None if loaded is None or loaded.recipe is None else recipe_from_dict(loaded.recipe)
+    if recipe is not None and not recipe.depends_on_model:
         layers = [
             [p.name for p in quantized if p.method == part.method and part.matches(p.name)] for part in recipe.parts()
         ]

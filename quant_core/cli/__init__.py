@@ -18,6 +18,7 @@ from .inspect import add_inspect
 from .merge_lora import add_merge_lora
 from .methods import add_describe, add_methods
 from .plan import add_plan
+from .presets import add_preset
 from .quantize import add_quantize
 from .verify import add_verify
 
@@ -26,6 +27,7 @@ __all__ = ["EXIT_FAILED", "EXIT_INTERRUPTED", "EXIT_OK", "EXIT_USAGE", "main", "
 # Each adds its parser and returns it; the parser's default `run` takes the options and returns the exit code.
 _COMMANDS = (
     add_plan,
+    add_preset,
     add_quantize,
     add_doctor,
     add_verify,

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import QuantizeConfig, Recipe, recipe_from_dict
+from ..presets import policies, preset, targets
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -29,6 +30,8 @@ def add_recipe(command: argparse.ArgumentParser) -> None:
     how = command.add_argument_group("what to quantize, and how")
     how.add_argument("--method", help="see `methods`")
     how.add_argument("--recipe", metavar="FILE", help="a recipe as JSON (several methods), instead of --method")
+    how.add_argument("--preset", choices=policies(), help="methods by the model's layers, instead of --method")
+    how.add_argument("--hardware", choices=targets(), help="what the preset is for (default: this machine)")
     how.add_argument(
         "--exclude",
         action="append",
@@ -66,11 +69,15 @@ def add_recipe(command: argparse.ArgumentParser) -> None:
 
 def recipe_of(options: argparse.Namespace) -> Recipe:
     """Return the recipe that the options of :func:`add_recipe` describe."""
-    if (options.recipe is None) == (options.method is None):
-        raise ValueError("give --method or --recipe")
+    if sum(given is not None for given in (options.recipe, options.method, options.preset)) != 1:
+        raise ValueError("give one of --method, --preset and --recipe")
+    if options.method is None and (options.target or options.exclude or options.option):
+        raise ValueError("--target, --exclude and --option belong to --method; write them into a recipe")
+    if options.hardware is not None and options.preset is None:
+        raise ValueError("--hardware belongs to --preset")
+    if options.preset is not None:
+        return preset(options.preset, options.hardware)
     if options.recipe is not None:
-        if options.target or options.exclude or options.option:
-            raise ValueError("--target, --exclude and --option belong to --method; write them into the recipe")
         try:
             return recipe_from_dict(json.loads(Path(options.recipe).read_text(encoding="utf-8")))
         except json.JSONDecodeError as error:

@@ -68,7 +68,7 @@ def _written(options: argparse.Namespace) -> str:
 
 def _bake(options: argparse.Namespace, loras: list[tuple[str, float]]) -> tuple[LoraMerge, ConversionReport | None]:
     check_device("--device", options.device)
-    if options.method is None and options.recipe is None:
+    if options.method is None and options.recipe is None and options.preset is None:
         with progress_bar() as progress:
             merge, _ = merge_lora(
                 options.source,

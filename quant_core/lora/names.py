@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -155,6 +156,25 @@ def _aliases(name: str) -> list[str]:
 
 
 # ------------------------------------------------------------------ other names
+
+
+def model_names(other: str) -> list[str]:
+    """Return the names that ComfyUI's models may have for a layer that diffusers calls ``other``, U-Nets left out.
+
+    Several models have a table entry for the same name; which is meant, only the model's other layers tell.
+    """
+    numbers = re.findall(r"(?<=\.)\d+(?=\.)", other)
+    number = numbers[0] if numbers else ""
+    pattern = re.sub(r"(?<=\.)\d+(?=\.)", "*", other, count=1)
+    return [ours.replace("*", number) for key in dict.fromkeys((other, pattern)) for ours in _by_other().get(key, ())]
+
+
+@functools.cache
+def _by_other() -> dict[str, list[str]]:
+    names: dict[str, list[str]] = {}
+    for ours, theirs, _ in LAYERS:
+        names.setdefault(theirs, []).append(ours)
+    return names
 
 
 def _other_names(layers: Iterable[str]) -> Iterator[Row]:

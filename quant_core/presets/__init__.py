@@ -1,35 +1,29 @@
-"""Recipes for people who do not want to choose a method: a policy and the hardware give one. The choices are data."""
+"""Recipes for people who do not want to choose methods or layers: a policy, the hardware and the model give one.
+
+What is known of each architecture's layers is data, a TOML file each; so is what each policy makes of it.
+"""
 
 from __future__ import annotations
 
-import functools
-import json
-from importlib.resources import files
-from typing import Any
-
 import torch
 
-from ..config import QuantizeConfig
+from .architectures import Architecture, Tier, architectures, detect
+from .recipe import PresetRecipe, policies, targets
+
+__all__ = [
+    "Architecture",
+    "PresetRecipe",
+    "Tier",
+    "architectures",
+    "detect",
+    "policies",
+    "preset",
+    "targets",
+    "this_target",
+]
 
 
-@functools.cache
-def _data() -> dict[str, Any]:
-    text = files(__package__).joinpath("policies.json").read_text(encoding="utf-8")
-    data: dict[str, Any] = json.loads(text)
-    return data
-
-
-def policies() -> dict[str, str]:
-    """Return ``{policy: what it gives, in a sentence}``."""
-    return {name: policy["text"] for name, policy in _data()["policies"].items()}
-
-
-def targets() -> dict[str, str]:
-    """Return ``{hardware target: what belongs to it}``."""
-    return dict(_data()["targets"])
-
-
-def preset(policy: str, target: str | None = None) -> QuantizeConfig:
+def preset(policy: str, target: str | None = None) -> PresetRecipe:
     """Return the recipe of a policy for some hardware.
 
     Args:
@@ -38,14 +32,8 @@ def preset(policy: str, target: str | None = None) -> QuantizeConfig:
 
     Raises:
         ValueError: unknown policy or target.
-        ImportError: the method's library is missing.
     """
-    if policy not in policies():
-        raise ValueError(f"unknown policy {policy!r}; known: {', '.join(policies())}")
-    if target is not None and target not in targets():
-        raise ValueError(f"unknown hardware target {target!r}; known: {', '.join(targets())}")
-    methods = _data()["policies"][policy]["methods"]
-    return QuantizeConfig(method=methods.get(target or this_target(), methods["any"]))
+    return PresetRecipe(policy, target or this_target())
 
 
 def this_target() -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 SD15 = {
     "use_checkpoint": False,
     "image_size": 32,
@@ -86,3 +88,32 @@ def test_a_header_that_lists_layers_with_the_prefix(pack):
     unwrapped = pack.detection.unwrap(file, metadata)
     stems = [name.removeprefix(prefix) for name in names]
     assert set(unwrapped) == {stem + end for stem in stems for end in (".weight", ".comfy_quant")}
+
+
+def test_the_classes_of_the_presets_are_comfyuis(make_tiny):
+    import comfy.supported_models
+
+    from quant_core.presets import architectures
+
+    for one in architectures().values():
+        assert all(hasattr(comfy.supported_models, name) for name in one.classes), one.name
+
+
+@pytest.mark.parametrize("name", ["flux", "flux2", "wan", "ltxv", "minimax_h3"])
+def test_a_preset_knows_what_comfyui_knows(name, pack, make_tiny, tmp_path, comfy_idle):
+    """The tiny models have the names of the real ones; ComfyUI's detection is asked for its class."""
+    import torch
+
+    from quant_core.presets import architectures, detect, preset
+
+    path = make_tiny.write(name, tmp_path / f"{name}.safetensors")
+    with torch.inference_mode():
+        patcher = pack.load(str(path), preset("balanced", "any"))
+    found = detect({key.removesuffix(".weight"): tuple(t.shape) for key, t in make_tiny.state_dict(name).items()})
+    assert type(patcher.model.model_config).__name__ in found.classes
+    methods = {}
+    for key, module in patcher.model.diffusion_model.named_modules():
+        if getattr(module, "quant_format", None) or getattr(module, "layout_type", None):
+            methods[key] = module
+    tiers = {layer: architectures()[found.name].tier(layer)[0].value for layer in methods}
+    assert methods and "keep" not in tiers.values()

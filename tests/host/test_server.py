@@ -293,7 +293,10 @@ def test_quantizing_a_model_of_the_graph(server, workflow):
         graph = workflow({"class_type": "QuantCore_QuantizeModel", "inputs": {"model": ["6", 0], "recipe": ["7", 0]}})
         graph["2"]["inputs"]["run"] = run
         graph["6"] = stock_loader("flux.safetensors")
-        graph["7"] = {"class_type": "QuantCore_QuantizationPreset", "inputs": {"policy": "8 bit", "hardware": "any"}}
+        graph["7"] = {
+            "class_type": "QuantCore_QuantizationPreset",
+            "inputs": {"policy": "safe-8bit", "hardware": "any"},
+        }
         return graph
 
     first = server.latent(server.run(build(1)))

@@ -7,6 +7,7 @@ code: its caches of Hadamard matrices would keep what they get.
 from __future__ import annotations
 
 import functools
+import threading
 from types import ModuleType
 from typing import Any
 
@@ -22,16 +23,21 @@ _FP8_ACTIVATION = torch.float8_e4m3fn
 NVFP4_MAX = 448.0 * 6.0  # the largest block scale times the largest code
 
 
+_IMPORT = threading.Lock()
+
+
 @functools.cache
 def kitchen() -> ModuleType:
     """Import comfy-kitchen.
 
     Its module-level tables are real tensors, so a ``torch.device("meta")`` context of the caller must not reach them.
-    Its CUDA kernels are built for CUDA 13; under an older one ComfyUI switches them off, and so does this.
+    Its CUDA kernels are built for CUDA 13; under an older one ComfyUI switches them off, and so does this. Nothing else
+    imports it: two threads that first import different modules of it at once wait for each other.
     """
-    with torch.device("cpu"):
+    with _IMPORT, torch.device("cpu"):
         import comfy_kitchen
         import comfy_kitchen.tensor
+        import comfy_kitchen.tensor.int8_utils
     cuda = torch.version.cuda
     if cuda is None or int(cuda.split(".")[0]) < 13:
         comfy_kitchen.registry.disable("cuda")
@@ -259,6 +265,7 @@ def scaled_linear(
             out_dtype=x.dtype,
         )
     else:
+        kitchen()
         from comfy_kitchen.scaled_mm_v2 import scaled_mm_v2
 
         scale = fp8_scale(_amax(x), x.dtype, _FP8_ACTIVATION) if input_scale is None else input_scale.float()

@@ -125,10 +125,8 @@ class _Int8ChannelRows(ComfyRowQuantizer):
 
     def _rotated(self, values: torch.Tensor) -> torch.Tensor:
         """``values @ H.T`` for each group of columns, as comfy-kitchen rotates, into a buffer that stays."""
-        from comfy_kitchen.tensor.int8_utils import _build_hadamard
-
         group = self.marker.rotation
-        hadamard = _build_hadamard(group, device="cpu", dtype=torch.float32)
+        hadamard = kitchen().tensor.int8_utils._build_hadamard(group, device="cpu", dtype=torch.float32)
         out = self._scratch.get("rotated", values.numel()).view(-1, group)
         return torch.matmul(values.view(-1, group), hadamard.T, out=out).view(values.shape)
 
