@@ -42,7 +42,8 @@ class SaveQuantizedCheckpoint(io.ComfyNode):
                     default="diffusion_models/quantized",
                     tooltip=(
                         "Where to write, below ComfyUI's output folder; a number is added. Loaders list what is in "
-                        "the output folder's diffusion_models and checkpoints. %date% and the like are replaced."
+                        "the output folder's diffusion_models and checkpoints. %year%, %month%, %day%, %hour%, "
+                        "%minute% and %second% are replaced."
                     ),
                 ),
             ],

@@ -26,8 +26,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from .checkpoint.hashing import digest
 from .checkpoint.header import read_header
-from .checkpoint.writer import sync_folder
+from .checkpoint.writer import CHECKSUM_LENGTH, METADATA_KEY, sync_folder
 from .errors import CheckpointError
 
 logger = logging.getLogger("quant_core")
@@ -43,6 +44,7 @@ _LOCK = "lock"
 _FILE = "entry.safetensors"
 
 _SAMPLES, _SAMPLE_BYTES = 16, 4096
+_SMALL_BYTES = 1 << 16
 _PATIENCE = 20.0  # seconds; the folder's lock is held for as long as deleting some large files takes
 
 
@@ -205,7 +207,7 @@ class DiskCache:
 
     def _is_complete(self, path: Path) -> bool:
         try:
-            read_header(path)
+            _check_entry(path)
         except FileNotFoundError:
             return False
         except (CheckpointError, OSError) as error:
@@ -326,6 +328,30 @@ class _Writing:
             _remove_folder(self.folder, self._lock)
         except OSError as error:  # a virus scanner may have it open; it is removed as stale later
             logger.info("%s stays for now: %s", self.folder, error)
+
+
+def _check_entry(path: Path) -> None:
+    """Read an entry's header, and compare its small tensors with the checksums that it holds of them.
+
+    Markers and scales lie all over the file, so zeros that a power failure or a bad disk left are found without
+    reading the weights, which would take as long as loading them.
+
+    Raises:
+        CheckpointError: it is no complete safetensors file, or has other bytes than were written.
+        OSError: it cannot be read.
+    """
+    header = read_header(path)
+    try:
+        checksums = json.loads(header.metadata.get(METADATA_KEY, "{}")).get("checksums", {})
+    except (ValueError, AttributeError) as error:
+        raise CheckpointError(f"{path}: the entry {METADATA_KEY} of its metadata is damaged: {error}") from error
+    with open(path, "rb") as file:
+        for name, info in header.tensors.items():
+            if name not in checksums or info.nbytes > _SMALL_BYTES:
+                continue
+            file.seek(info.start)
+            if digest(file.read(info.nbytes))[:CHECKSUM_LENGTH] != checksums[name]:
+                raise CheckpointError(f"{path}: tensor {name!r} is damaged: it has not the bytes that were written")
 
 
 def _remove_folder(folder: Path, lock: BinaryIO) -> int:

@@ -126,6 +126,28 @@ def test_a_damaged_entry_is_never_returned_and_is_replaced(cache, size, caplog):
     assert put(cache, 1) == path and path.read_bytes() == whole
 
 
+@pytest.mark.parametrize("damage", ["a scale", "zeros after the header"])
+def test_damaged_bytes_of_small_tensors_are_found(damage, cache, caplog):
+    layout = {"weight": (torch.uint8, (NBYTES,)), "scale": (torch.float32, (4,))}
+
+    def write():
+        with cache.entry(key_of(1)) as path, CheckpointWriter(path, layout, {}, {"recipe": 1}) as writer:
+            writer.write("weight", torch.arange(NBYTES).to(torch.uint8))
+            writer.write("scale", torch.arange(1.0, 5.0))
+        return cache.get(key_of(1))
+
+    path = write()
+    whole = path.read_bytes()
+    start = 8 + int.from_bytes(whole[:8], "little")
+    end = start + json.loads(whole[8:start])["scale"]["data_offsets"][1]
+    broken = whole[: end - 1] + b"\x7f" + whole[end:] if damage == "a scale" else whole[:start].ljust(len(whole), b"\0")
+    assert len(broken) == len(whole)
+    path.write_bytes(broken)
+    assert cache.get(key_of(1)) is None
+    assert f"{path}: tensor 'scale' is damaged" in caplog.text
+    assert write() == path and path.read_bytes() == whole
+
+
 def test_a_folder_in_the_place_of_an_entry(cache):
     (cache.folder / f"quantcore-{key_of(1)}.safetensors").mkdir(parents=True)
     assert put(cache, 1) is None

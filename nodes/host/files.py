@@ -113,7 +113,7 @@ def output_file(prefix: str) -> Path:
     """Return the next free ``<prefix>_<number>_.safetensors`` in ComfyUI's output folder, numbered as ComfyUI does.
 
     Args:
-        prefix: may have subfolders, and the ``%date%`` parts that ComfyUI replaces.
+        prefix: may have subfolders, and parts such as ``%year%`` that ComfyUI replaces.
 
     Raises:
         ValueError: it leads out of the output folder, or names no file.
@@ -122,10 +122,13 @@ def output_file(prefix: str) -> Path:
     if not _is_inside(root, prefix):
         raise ValueError(
             f"filename_prefix {prefix!r} does not name a file in ComfyUI's output folder {root}; write a name, or "
-            "subfolder/name"
+            "subfolder/name, where the subfolder is no link that leads out of it"
         )
-    folder, name, counter, _, _ = folder_paths.get_save_image_path(prefix, root)
-    return Path(folder) / f"{name}_{counter:05}_.safetensors"
+    # ComfyUI counts the files of a prefix as it is written, and would begin at 1 again and again for "name/".
+    folder, name, counter, _, _ = folder_paths.get_save_image_path(os.path.normpath(prefix), root)
+    while (path := Path(folder) / f"{name}_{counter:05}_.safetensors").exists():
+        counter += 1  # a disk that takes "Name" and "name" for one, which ComfyUI's count does not
+    return path
 
 
 def repaired_file(entry: str) -> Path:

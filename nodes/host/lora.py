@@ -118,6 +118,10 @@ def read_lora(path: str, model: ModelPatcher, clip: Any = None) -> LoraFile:
             f"{name} is incomplete: the tensor {error} is missing, which belongs to one that is there. Download or "
             "export the LoRA again"
         ) from error
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:  # an alpha that is not one number, e.g.
+        raise CheckpointError(
+            f"{name} holds tensors of a form that no LoRA has: {error}. Download or export the LoRA again"
+        ) from error
     changed = {_layer(key) for key in patches}
     stems = dict.fromkeys(key[: found.start()] if (found := _PART.search(key)) else key for key in tensors)
     missing = [stem for stem in stems if stem not in known or _layer(known[stem]) not in changed]
@@ -130,13 +134,21 @@ def read_lora(path: str, model: ModelPatcher, clip: Any = None) -> LoraFile:
 
 
 def _read(path: str) -> tuple[dict[str, torch.Tensor], Mapping[str, str] | None]:
+    name = os.path.basename(path)
     try:
-        return comfy.utils.load_torch_file(path, safe_load=True, return_metadata=True)
-    except (safetensors.SafetensorError, pickle.UnpicklingError, OSError, EOFError, ValueError, RuntimeError) as error:
+        tensors, metadata = comfy.utils.load_torch_file(path, safe_load=True, return_metadata=True)
+    except pickle.UnpicklingError as error:  # torch's own text advises to load it unsafely
         raise CheckpointError(
-            f"{os.path.basename(path)} cannot be read: {error}. The file is damaged or not finished downloading; get "
-            "it again"
+            f"{name} cannot be read as a LoRA: it is no PyTorch file, or holds more than tensors, which could run "
+            "code. Get the LoRA as a safetensors file"
         ) from error
+    except (safetensors.SafetensorError, OSError, EOFError, ValueError, RuntimeError) as error:
+        raise CheckpointError(
+            f"{name} cannot be read: {error}. The file is damaged or not finished downloading; get it again"
+        ) from error
+    if not isinstance(tensors, dict):
+        raise CheckpointError(f"{name} holds a {type(tensors).__name__}, not named tensors: it is no LoRA")
+    return {key: tensor for key, tensor in tensors.items() if isinstance(tensor, torch.Tensor)}, metadata
 
 
 def _report_unmatched(
@@ -148,6 +160,11 @@ def _report_unmatched(
     known: Mapping[str, Any],
 ) -> None:
     """Log what matches nothing; raise CheckpointError if nothing matches."""
+    if not lora.patches and missing and missing[0] in known:
+        raise CheckpointError(
+            f"{lora.name} is incomplete, or of a kind that this ComfyUI does not have: the layer {missing[0]!r} is in "
+            f"{architecture}, but what the file has for it changes nothing. Download or export the LoRA again"
+        )
     if not lora.patches and missing:
         raise CheckpointError(
             f"{lora.name} does not fit the model: none of its {len(missing)} layers is in {architecture}. The first "
@@ -253,24 +270,59 @@ def _goes_beside(weight: Any, module: torch.nn.Module, mode: str) -> bool:
 
 
 def _misfit(patch: Any, shape: tuple[int, ...], offset: Offset | None) -> str:
-    """Return what is wrong with the shape of a LoRA's factors; empty for other kinds, which ComfyUI checks."""
-    if type(patch) is not LoRAAdapter or patch.weights[3] is not None or patch.weights[5] is not None:
+    """Return what is wrong with the factors of a patch for a weight; empty for kinds that ComfyUI checks."""
+    found = _size(patch)
+    if found is None:
         return ""
-    up, down = (tensor.flatten(1) for tensor in patch.weights[:2])
+    if not found:
+        return "its matrices are incomplete, or do not fit together"
     expected = list(shape)
     if offset is not None:
         expected[offset[0]] = offset[2]
     columns = torch.Size(expected[1:]).numel()
-    if (up.shape[0], down.shape[1]) == (expected[0], columns) and up.shape[1] == down.shape[0]:
+    if found == (expected[0], columns):
         return ""
-    return f"the model has {expected[0]} x {columns}, the LoRA {up.shape[0]} x {down.shape[1]}"
+    return f"the model has {expected[0]} x {columns}, the LoRA {found[0]} x {found[1]}"
+
+
+def _size(patch: Any) -> tuple[int, ...] | None:
+    """Return ``(rows, columns)`` of the change that a LoRA, LoHa or LoKr makes, empty where its factors make none.
+
+    None for other kinds, and for those with a core, which are left to ComfyUI.
+    """
+    if type(patch) is LoRAAdapter:
+        up, down, _, mid, _, reshape = patch.weights
+        return _product(up, down) if mid is None and reshape is None else None
+    if type(patch) is LoHaAdapter:
+        a1, b1, _, a2, b2, core1, core2, _ = patch.weights
+        if core1 is not None or core2 is not None:
+            return None
+        size = _product(a1, b1)
+        return size if size == _product(a2, b2) else ()
+    if type(patch) is LoKrAdapter:
+        outer, inner, _, outer_a, outer_b, inner_a, inner_b, core, _ = patch.weights
+        if core is not None or any(tensor is not None and tensor.ndim < 2 for tensor in (outer, inner)):
+            return None
+        outer_size = _product(outer_a, outer_b) if outer is None else outer.flatten(1).shape
+        inner_size = _product(inner_a, inner_b) if inner is None else inner.flatten(1).shape
+        return tuple(a * b for a, b in zip(outer_size, inner_size, strict=True)) if outer_size and inner_size else ()
+    return None
+
+
+def _product(left: torch.Tensor | None, right: torch.Tensor | None) -> tuple[int, ...]:
+    """Return the size of a product of two factors, empty where there is none."""
+    if left is None or right is None or min(left.ndim, right.ndim) < 2:
+        return ()
+    left, right = left.flatten(1), right.flatten(1)
+    return (left.shape[0], right.shape[1]) if 0 < left.shape[1] == right.shape[0] else ()
 
 
 def _report_unfit(lora: LoraFile, patcher: ModelPatcher, unfit: Sequence[str], fitting: int) -> None:
-    text = f"{len(unfit)} layers have another size than in {type(patcher.model).__name__} ({unfit[0]})"
+    text = f"{len(unfit)} layers do not fit {type(patcher.model).__name__} ({unfit[0]})"
     if not fitting:
         raise CheckpointError(
-            f"{lora.name} does not fit the model: {text}. It was trained for another model of the same architecture"
+            f"{lora.name} does not fit the model: {text}. It was trained for another model of the same architecture, "
+            "or is damaged"
         )
     logger.warning("%s: %s; they are left out", lora.name, text)
 

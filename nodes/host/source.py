@@ -30,7 +30,7 @@ from quant_core.checkpoint.recognize import missing_markers
 from quant_core.layout import PLACEHOLDER
 
 from . import compat
-from .adapter import wrap
+from .adapter import FIELD_PREFIX, wrap
 from .ops import MARKER
 from .user_backends import register_user_backends
 
@@ -87,7 +87,12 @@ def read_source(path: str) -> Source:
         )
     try:
         state_dict, metadata = comfy.utils.load_torch_file(path, return_metadata=True)
-    except (safetensors.SafetensorError, pickle.UnpicklingError, OSError, EOFError, ValueError, RuntimeError) as error:
+    except pickle.UnpicklingError as error:  # torch's own text advises to load it unsafely
+        raise CheckpointError(
+            f"{name} cannot be read as a model file: it is no PyTorch file, or holds more than tensors, which could "
+            "run code. Get the model as a safetensors file"
+        ) from error
+    except (safetensors.SafetensorError, OSError, EOFError, ValueError, RuntimeError) as error:
         raise CheckpointError(
             f"{name} cannot be read as a model file: {error}. It may be an unfinished download, or a file of another "
             "kind under this name; compare its size with the source's and fetch it again."
@@ -95,6 +100,12 @@ def read_source(path: str) -> Source:
     if not isinstance(state_dict, dict):
         raise CheckpointError(f"{name} holds a {type(state_dict).__name__}, not named tensors: it is no model file")
     state_dict = {key: value for key, value in state_dict.items() if isinstance(value, torch.Tensor)}
+    if any(key.rpartition(".")[2].startswith(FIELD_PREFIX) for key in state_dict):
+        raise CheckpointError(
+            f"{name} was written by ComfyUI's ModelSave or CheckpointSave from a model in a bitsandbytes or torchao "
+            "format, or another that is not ComfyUI's own. They leave out what its weights mean, so nothing can read "
+            "it. Load the original again and save it with Save Quantized Checkpoint"
+        )
     source = Source(path, state_dict, metadata, file_names=frozenset(state_dict))
     if name.lower().endswith(_SAFETENSORS):
         checkpoint = open_checkpoint(path)
