@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -57,7 +56,6 @@ def load_diffusion_model(
             knows.
         QuantizationError: a layer cannot be quantized. Both messages name the file.
     """
-    opened = _state(path)
     source = read_source(path)
     state_dict = unwrap(dict(source.state_dict), source.metadata)
     if source.is_quantized and renames_layers(state_dict, source.metadata):
@@ -90,7 +88,7 @@ def load_diffusion_model(
         raise QuantizationError(f"{source.name}: {error}") from error
     if baking is not None:
         baking.bake_rest(patcher.model.diffusion_model, quantizer.done, dtypes)
-    _check_unchanged(source, opened)
+    source.check_unchanged()
     patcher.cached_patcher_init = again
     used = None if source.is_quantized else recipe.to_dict()
     about = metadata_of_model(source.metadata, source.file_names)
@@ -101,28 +99,6 @@ def load_diffusion_model(
         # The file's own memory is shared with the page cache; what was quantized in memory is not needed any more.
         return _from_cache(key, source.name, recipe, compute_dtype, again, disable_dynamic) or patcher
     return patcher
-
-
-def _state(path: str) -> tuple[int, int, int] | None:
-    """Return which file a path names, and its size and time of modification; None when there is none."""
-    try:
-        status = os.stat(path)
-    except OSError:
-        return None
-    return status.st_ino, status.st_size, status.st_mtime_ns
-
-
-def _check_unchanged(source: Source, opened: tuple[int, int, int] | None) -> None:
-    """Raise CheckpointError when the file that was read has been rewritten meanwhile.
-
-    Its tensors are mapped, so that some were of before and some of after. A file that was removed, or another put in
-    its place, leaves them as they were.
-    """
-    now = _state(source.path)
-    if opened is not None and now is not None and now[0] == opened[0] and now != opened:
-        raise CheckpointError(
-            f"{source.name} was rewritten while it was being read; wait until it is complete and start again"
-        )
 
 
 def _build(

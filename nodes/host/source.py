@@ -51,6 +51,7 @@ class Source:
         methods: how many layers are held by which method.
         again: layers, by their names in the file, that became float since no method holds their format.
         file_names: of the tensors in the file.
+        opened: which file it was, and its size and time of modification, before it was read.
     """
 
     path: str
@@ -60,6 +61,7 @@ class Source:
     methods: Counter[str] = field(default_factory=Counter)
     again: set[str] = field(default_factory=set)
     file_names: frozenset[str] = frozenset()
+    opened: tuple[int, int, int] | None = None
 
     @property
     def name(self) -> str:
@@ -71,6 +73,26 @@ class Source:
 
     def describe(self) -> str:
         return ", ".join(f"{count} layers {form}" for form, count in self.formats.most_common())
+
+    def check_unchanged(self) -> None:
+        """Raise CheckpointError when the file has been rewritten since it was opened.
+
+        Its tensors are mapped, so that some were of before and some of after. A file that was removed, or another put
+        in its place, leaves them as they were.
+        """
+        now = _state(self.path)
+        if self.opened is not None and now is not None and now[0] == self.opened[0] and now != self.opened:
+            raise CheckpointError(
+                f"{self.name} was rewritten while it was being read; wait until it is complete and start again"
+            )
+
+
+def _state(path: str) -> tuple[int, int, int] | None:
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def read_source(path: str) -> Source:
@@ -85,6 +107,7 @@ def read_source(path: str) -> Source:
             f"{name} is a GGUF file, which ComfyUI's models are not loaded from. Convert it first, with the node "
             "Convert Checkpoint or `python -m quant_core quantize`, and load the result"
         )
+    opened = _state(path)
     try:
         state_dict, metadata = comfy.utils.load_torch_file(path, return_metadata=True)
     except pickle.UnpicklingError as error:  # torch's own text advises to load it unsafely
@@ -106,7 +129,7 @@ def read_source(path: str) -> Source:
             "format, or another that is not ComfyUI's own. They leave out what its weights mean, so nothing can read "
             "it. Load the original again and save it with Save Quantized Checkpoint"
         )
-    source = Source(path, state_dict, metadata, file_names=frozenset(state_dict))
+    source = Source(path, state_dict, metadata, file_names=frozenset(state_dict), opened=opened)
     if name.lower().endswith(_SAFETENSORS):
         checkpoint = open_checkpoint(path)
         for layer in stored_layers(checkpoint).values():

@@ -83,7 +83,8 @@ def load_text_encoder(
         disable_dynamic: ComfyUI asks for a patcher without dynamic memory management, when it loads a model again.
 
     Raises:
-        CheckpointError: a file cannot be read, or the files are not the text encoders that ``clip_type`` is made of.
+        CheckpointError: a file cannot be read, or is rewritten meanwhile, or the files are not the text encoders that
+            ``clip_type`` is made of.
         QuantizationError: a layer cannot be quantized. Both messages name the file.
     """
     files = [read_file(path) for path in paths]
@@ -117,7 +118,11 @@ def load_text_encoder(
     except _MISFITS as error:
         if comfy.model_management.is_oom(error):
             raise
-        raise CheckpointError(_misfit(names, clip_type, str(error))) from error
+        # What torch and ComfyUI say themselves helps; what Python says of an object that is missing does not.
+        said = str(error) if isinstance(error, (RuntimeError, ValueError)) else "ComfyUI finds none in them"
+        raise CheckpointError(_misfit(names, clip_type, said)) from error
+    for file in files:
+        file.source.check_unchanged()
     _check(clip, operations.Linear, names, clip_type)
     _compute_quantized(clip)
     arguments = (tuple(paths), clip_type, recipe, compute_dtype, run_device, quantize_device, tuple(embeddings))
@@ -256,7 +261,8 @@ def _check(clip: comfy.sd.CLIP, linear: type, names: str, clip_type: str) -> Non
             encoders[title] = encoders.get(title, False) or filled
     empty = [title for title, filled in encoders.items() if not filled]
     if empty:
-        problem = f"it is made of {', '.join(encoders)}, and none of the files holds {', '.join(empty)}"
+        made = ", ".join(encoders)
+        problem = f"ComfyUI would make {made} of them, and none of the files holds {', '.join(empty)}"
         raise CheckpointError(_misfit(names, clip_type, problem))
 
 

@@ -209,7 +209,7 @@ def _kept(file: TextEncoderFile, key: str) -> TextEncoderFile | None:
         if Path(entry).exists():
             raise
         return None  # another process made room for an entry of its own
-    kept.source.path = file.source.path  # messages name the user's file
+    kept.source.path, kept.source.opened = file.source.path, file.source.opened  # messages name the user's file
     kept.note = file.note
     kept.kept = Counter(target.method for target in file.targets.values())
     return kept

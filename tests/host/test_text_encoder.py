@@ -478,6 +478,36 @@ def test_a_diffusion_model(quantized, tiny_flux):
     refused(quantized, "clip_l", [tiny_flux], "stable_diffusion", "none of the files holds clip_l")
 
 
+def test_a_file_that_no_encoder_of_the_type_is_in(quantized, files, te, tmp_path):
+    import safetensors.torch
+    import torch
+
+    safetensors.torch.save_file({"tower.weight": torch.zeros(8, 8)}, tmp_path / "other.safetensors")
+    text = refused(quantized, "clip_l", [tmp_path / "other.safetensors"], "sd3", "other.safetensors")
+    assert "NoneType" not in text
+
+
+def test_a_file_that_is_rewritten_meanwhile(quantized, te, tmp_path, host, monkeypatch):
+    """From within the progress of the loading itself, as a download that is still going on would."""
+    import comfy.utils
+
+    from quant_core import CheckpointError
+
+    path = te.write("t5", tmp_path / "changing.safetensors")
+
+    def rewrite(*_, **__) -> None:
+        with open(path, "r+b") as file:
+            file.seek(-8, os.SEEK_END)
+            file.write(b"otherdat")
+
+    comfy.utils.set_progress_bar_global_hook(rewrite)
+    try:
+        with pytest.raises(CheckpointError, match=r"changing\.safetensors was rewritten"):
+            quantized("t5", path)
+    finally:
+        comfy.utils.set_progress_bar_global_hook(None)
+
+
 def test_an_exclusion_that_matches_nothing(quantized, files):
     from quant_core import CheckpointError, QuantizeConfig
 
