@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -98,9 +98,17 @@ def _check_entries(part: QuantizeConfig, weights: Mapping[str, Weight]) -> None:
     for title, entries in (("target", part.target_modules), ("exclude", part.exclude_modules)):
         for entry in entries or ():
             if entry not in matched:
-                raise ValueError(
-                    f"{title} {entry!r} matches no weight of the file; an entry is a layer name or its end"
-                )
+                raise ValueError(f"{title} {entry!r} matches no weight of the file; {_hint(entry, weights, matched)}")
+
+
+def _hint(entry: str, layers: Iterable[str], matched: Container[str]) -> str:
+    bare = entry.removesuffix(".weight")
+    if bare in matched:
+        return f"leave out .weight: {bare!r} does"
+    inside = next((layer for layer in layers if f".{bare}." in f".{layer}"), "")
+    if inside:
+        return f"it is a part of the model, not a layer; name the layers in it, such as {inside!r}, or ends of names"
+    return "an entry is a layer name or its end"
 
 
 def _choose(

@@ -112,6 +112,17 @@ def test_reasons_come_from_the_list(source, tmp_path):
     assert (targeted["blocks.0.b"].reason, targeted["head"].reason) == (Reason.TARGETED, Reason.NOT_TARGETED)
 
 
+def test_an_entry_that_matches_nothing_gets_a_hint(source):
+    layer = BLOCK_LINEARS[0]
+    for entry, hint in (
+        (f"{layer}.weight", f"leave out .weight: '{layer}' does"),
+        (layer.rpartition(".")[0], "a part of the model, not a layer; .*'blocks.0.(up|down)'"),
+        ("nothing", "a layer name or its end"),
+    ):
+        with pytest.raises(ValueError, match=hint):
+            plan(source, QuantizeConfig(method="bitsandbytes_nf4", exclude_modules=[entry]))
+
+
 def test_text_forms(source):
     made = plan(source, QuantizeConfig(method=INT8))
     assert Plan.from_json(made.to_json()) == made
