@@ -49,3 +49,10 @@ def provide_quant_core(package: Path = PACKAGE) -> ModuleType:
         sys.modules.pop("quant_core", None)
         raise
     return module
+
+
+def quantizes() -> bool:
+    """Whether this ComfyUI has quantized tensors: an older one starts without comfy-kitchen, and then has none."""
+    import comfy.quant_ops
+
+    return hasattr(comfy.quant_ops, "QuantizedLayout")

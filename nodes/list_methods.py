@@ -9,7 +9,7 @@ from comfy_api.latest import io
 
 from quant_core.cli.methods import method_rows
 
-from .recipe import method_names
+from .core import quantizes
 from .tables import ROWS, columns
 
 LIBRARIES = {"comfy_kitchen": "comfy-kitchen", "bitsandbytes": "bitsandbytes", "torchao": "torchao"}
@@ -42,11 +42,21 @@ class ListMethods(io.ComfyNode):
 
     @classmethod
     def execute(cls) -> io.NodeOutput:
-        method_names()  # lets other packs register theirs
+        if quantizes():
+            from .recipe import method_names
+
+            method_names()  # lets other packs register theirs
         rows = method_rows()
         table = [("method", "runs", "what")]
         table += [(r["method"], r["runs"], r["note"] if r["runs"] == "not here" else r["label"]) for r in rows]
-        missing = [name for module, name in LIBRARIES.items() if importlib.util.find_spec(module) is None]
+        missing = [name for module, name in LIBRARIES.items() if not _is_installed(module)]
         advice = [f"{name} is missing: install it into ComfyUI's Python, pip install {name}" for name in missing]
         text = "\n".join([*advice, *([""] if advice else []), columns(table)])
         return io.NodeOutput(text, ui={"text": [text], ROWS: rows})
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False

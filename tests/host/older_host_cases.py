@@ -6,6 +6,10 @@ Everything here holds in a newer ComfyUI as well, which then takes other ways to
 from __future__ import annotations
 
 import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -135,3 +139,49 @@ def test_a_file_that_only_comfyui_can_read_names_the_version(method, pack, onlin
         return
     with pytest.raises(CheckpointError, match=rf"model\.pt: .*'{form}'.*needs ComfyUI {version} or newer"):
         online(method, path=tmp_path / "model.pt")
+
+
+WITHOUT_COMFY_KITCHEN = """
+import asyncio, importlib.util, sys
+
+class Hide:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "comfy_kitchen":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Hide())
+comfyui, root = sys.argv[1:3]
+del sys.argv[1:]
+sys.path.insert(0, comfyui)
+import comfy.options
+comfy.options.enable_args_parsing(False)
+import comfy.cli_args
+comfy.cli_args.args.cpu = True
+try:
+    import comfy.quant_ops
+except ImportError:
+    print("this ComfyUI does not start")
+    raise SystemExit
+spec = importlib.util.spec_from_file_location("pack", root + "/__init__.py", submodule_search_locations=[root])
+door = importlib.util.module_from_spec(spec)
+sys.modules["pack"] = door
+spec.loader.exec_module(door)
+nodes = asyncio.run(asyncio.run(door.comfy_entrypoint()).get_node_list())
+print([node.GET_SCHEMA().node_id for node in nodes])
+print(nodes[0].execute().args[0])
+"""
+
+
+def test_without_comfy_kitchen(make_tiny):
+    """The pack loads, with the node that says what is missing. A newer ComfyUI does not start at all."""
+    result = subprocess.run(
+        [sys.executable, "-c", WITHOUT_COMFY_KITCHEN, os.environ["COMFYUI_PATH"], str(Path(__file__).parents[2])],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    if "this ComfyUI does not start" not in result.stdout:
+        assert "['QuantCore_ListMethods']" in result.stdout
+        assert "comfy-kitchen is missing: install it into ComfyUI's Python, pip install comfy-kitchen" in result.stdout
+        assert "pip install comfy-kitchen" in result.stderr
