@@ -455,6 +455,33 @@ def test_a_prefix_in_every_place(good, tmp_path):
     assert result.report.findings == [] and loads_here(fixed)
 
 
+# ---------------------------------------------------------------- no model
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "diffusion_model.blocks.0.up.lora_up.weight",
+        "lora_unet_blocks_0_up.lora_down.weight",
+        "base_model.model.blocks.0.up.lora_A.weight",
+        "blocks.0.up.lora_B.default.weight",
+        "lora_unet_blocks_0_up.hada_w1_a",
+        "lora_unet_blocks_0_up.lokr_w2",
+    ],
+)
+def test_a_lora_is_no_model_to_repair(name, tmp_path):
+    path = tmp_path / "lora.safetensors"
+    save_file({name: torch.ones(4, 4), name.rpartition(".")[0] + ".alpha": torch.ones(())}, path)
+    report = doctor(path)
+    assert codes(report) == {"is-a-lora"} and not report.repairable
+    assert "LoRA" in report.findings[0].cause and not report.findings[0].edits
+
+
+def test_a_file_without_tensors_does_not_load(tmp_path):
+    save_file({}, tmp_path / "empty.safetensors")
+    assert codes(doctor(tmp_path / "empty.safetensors")) == {"no-tensors"}
+
+
 # ---------------------------------------------------------------- the report
 
 

@@ -12,7 +12,7 @@ from .comfy import check_comfy
 from .container import open_for_examination
 from .findings import COMFYUI, LOADERS, QUANT_CORE, Finding, Level, Report, describe_edit
 from .foreign import check_foreign
-from .names import check_names
+from .names import check_names, check_nature
 from .repair import RepairResult, repair
 from .rules import RULES, Rule
 from .scan import scan
@@ -66,6 +66,10 @@ def doctor(path: str | os.PathLike[str], *, read_weights: bool = True) -> Report
         report.unchecked.insert(0, "everything behind the header, which cannot be read")
         return report
     examined = scan(checkpoint)
+    nature = check_nature(examined)
+    if nature:
+        report.add(nature)
+        return report
     names = check_names(examined)  # first: it puts scales that carry another prefix where they belong
     report.add([*examined.findings, *names, *check_comfy(examined), *check_unmarked(examined)])
     report.add([*check_foreign(examined), *check_values(examined, read_weights)])

@@ -44,6 +44,20 @@ SCALE_KEYS = (
 )
 
 
+_OF_A_LORA = re.compile(r"(^|[._])(lora_(up|down|mid|A|B)|hada_w\d|lokr_w\d|oft_(blocks|diag)|dora_scale)(\.|_|$)")
+
+
+def check_nature(scan: Scan) -> list[Finding]:
+    """Return a finding for a file that is no model at all, to which no other rule applies."""
+    names = scan.checkpoint.tensors
+    if not names:
+        return [found("no-tensors")]
+    factors = [name for name in names if _OF_A_LORA.search(name)]
+    if 2 * len(factors) < len(names):  # a model may hold a few that were trained into it
+        return []
+    return [found("is-a-lora", count=len(factors), total=len(names), first=factors[0])]
+
+
 def check_names(scan: Scan) -> list[Finding]:
     """Apply the rules about names."""
     names = scan.checkpoint.tensors

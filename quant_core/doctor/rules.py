@@ -50,6 +50,11 @@ _RULES = (
     Rule("several-files", FATAL, None, "comfy/utils.py load_torch_file",
          "the model lies in {count} files; ComfyUI's loader of diffusion models takes one",
          "write it as one file: quantize it again without --shard-size"),
+    Rule("no-tensors", FATAL, FATAL, "comfy/sd.py load_diffusion_model", "the file holds no tensors",
+         "download the file again, or have it written again by the tool that it came from"),
+    Rule("is-a-lora", FATAL, FATAL, "comfy/sd.py load_diffusion_model",
+         "{count} of its {total} tensors are a LoRA's, first {first}: it changes a model and is none",
+         "put it into models/loras, and load it with a LoRA node; `merge-lora` adds it to a model"),
     # ---------------------------------------------------------------- names
     Rule("prefix-unknown", FATAL, FATAL, "comfy/model_detection.py unet_prefix_from_state_dict",
          "every name starts with {prefix!r}, which no loader takes off: the model is not recognized",
